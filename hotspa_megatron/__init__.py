@@ -1,0 +1,1 @@
+"""HotSPa for stock Megatron-LM: one exact training step under several parallel strategies."""

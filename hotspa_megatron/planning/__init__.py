@@ -1,0 +1,1 @@
+"""Pure decisions: no torch, no Megatron, no process group."""

@@ -1,0 +1,1 @@
+"""Carries plans out on torch.distributed; knows nothing of Megatron."""
