@@ -1,0 +1,280 @@
+"""Runs a function on several real ranks (processes, gloo, CPU) and returns what each one returned.
+
+The one way in which the suite starts ranks. Ranks are forked from a server that has torch imported already, so that
+starting four of them costs tenths of a second; rendezvous goes through a file, so that parallel test runs cannot
+collide on a port. The first failing rank ends all of them, and the error shows every rank's traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PRELOAD_VARIABLE = "HOTSPA_TEST_PRELOAD"
+"""Environment variable: more modules, separated by commas, that the server imports before it forks the first rank."""
+
+GRACE_SECONDS = 2.0
+"""How long the other ranks may take to report after the first failure: their tracebacks often name the real cause."""
+DUMP_SECONDS = 0.5
+LOG_TAIL = 4000
+
+
+@dataclass
+class _Rank:
+    process: ForkServerProcess
+    connection: Connection
+    folder: Path
+    reported: bool = False
+    value: Any = None
+    failure: str | None = None
+    log: Path = field(init=False)
+    stack: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.log = self.folder / "log.txt"
+        self.stack = self.folder / "stack.txt"
+
+    @property
+    def pending(self) -> bool:
+        return not self.reported and self.failure is None
+
+    def read_report(self) -> None:
+        """Take the rank's report; an end of file is a rank that died without one."""
+        try:
+            succeeded, payload = self.connection.recv()
+        except (EOFError, OSError):
+            self.process.join(5)
+            self.failure = f"died without a traceback, exit code {self.process.exitcode}"
+            return
+        except Exception:  # noqa: BLE001 - a return value that pickles but does not unpickle is the test's fault: name it
+            self.failure = "its return value could not be unpickled\n" + traceback.format_exc()
+            return
+        if succeeded:
+            self.reported, self.value = True, payload
+        else:
+            self.failure = payload
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    init_process_group: bool = True,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Run ``fn(rank, world_size, *args)`` on ``world_size`` processes and return their results in rank order.
+
+    ``fn`` is a module-level function; ``args`` and results are pickled. Every rank sees RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a port that was free) and ``env``, has one thread, and, with
+    ``init_process_group``, a gloo default group. ``timeout`` is in seconds and covers everything.
+
+    Raises AssertionError with every rank's traceback (of ranks that hang: where they are) and the tail of its output
+    as soon as one rank fails, or at the timeout. No rank is left running in any case.
+    """
+    context = _context()
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        shared = _shared_environment(Path(name), world_size, env)
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                folder = Path(name) / str(rank)
+                folder.mkdir()
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_rank_main,
+                    args=(fn, rank, world_size, args, theirs, name, shared, init_process_group, timeout),
+                    name=f"rank {rank}",
+                )
+                process.start()
+                theirs.close()
+                ranks.append(_Rank(process, ours, folder))
+            _collect(ranks, deadline)
+            if any(rank.pending or rank.failure for rank in ranks):
+                raise AssertionError(_describe(ranks, fn, timeout))
+            return [rank.value for rank in ranks]
+        finally:
+            _end(ranks)
+
+
+def _context() -> ForkServerContext:
+    """The context whose fork server has torch (and what the environment asks for) imported."""
+    context = get_context("forkserver")
+    extra = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
+    context.set_forkserver_preload(["__main__", "numpy", "torch", "torch.distributed", *extra])
+    # The server starts once per test process; it does not get our sys.path before Python 3.14, hence PYTHONPATH.
+    before = {key: os.environ.get(key) for key in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), before["PYTHONPATH"]]))
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        ensure_running()
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+    return context
+
+
+def _shared_environment(folder: Path, world_size: int, env: Mapping[str, str] | None) -> dict[str, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+    if sys.platform == "linux":
+        shared["GLOO_SOCKET_IFNAME"] = "lo"  # a host name that does not resolve must not fail the tests
+    return shared | dict(env or {})
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> None:
+    """Read reports until all are in, one failed (plus a grace period), or the deadline has passed."""
+    failed = False
+    while pending := {rank.connection: rank for rank in ranks if rank.pending}:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            pending[connection].read_report()
+        if not failed and any(rank.failure for rank in ranks):
+            failed = True
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+
+
+def _describe(ranks: list[_Rank], fn: Callable[..., Any], timeout: float) -> str:
+    """One message with every rank's end; ranks that hang are asked for their stacks first."""
+    pending = [rank for rank in ranks if rank.pending]
+    for rank in pending:
+        with suppress(ProcessLookupError):
+            if rank.process.pid is not None and rank.stack.exists():
+                os.kill(rank.process.pid, signal.SIGUSR1)
+    if pending:
+        time.sleep(DUMP_SECONDS)
+    failures = [index for index, rank in enumerate(ranks) if rank.failure]
+    reason = f"failed on ranks {failures}" if failures else f"did not finish within {timeout:g} s"
+    lines = [f"{fn.__module__}.{fn.__qualname__} {reason}"]
+    for index, rank in enumerate(ranks):
+        lines.append(f"---- rank {index} of {len(ranks)} ----")
+        if rank.failure:
+            lines.append(rank.failure.rstrip())
+        elif rank.pending:
+            stack = rank.stack.read_text(errors="replace").strip() if rank.stack.exists() else ""
+            lines.append("still running, in:\n" + stack if stack else "still running, before its function was called")
+        else:
+            lines.append("finished")
+        output = rank.log.read_text(errors="replace").strip() if rank.log.exists() else ""
+        if output:
+            lines.append("output:\n" + output[-LOG_TAIL:])
+    return "\n".join(lines)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    """Let ranks that reported leave by themselves; kill the others with whatever they started."""
+    for rank in ranks:
+        if rank.reported:
+            with suppress(OSError):
+                rank.connection.send(None)
+        elif rank.process.pid is not None:
+            _kill(rank.process.pid)
+    for rank in ranks:
+        rank.process.join(5 if rank.reported else None)
+        if rank.process.is_alive() and rank.process.pid is not None:
+            _kill(rank.process.pid)
+            rank.process.join()
+        rank.connection.close()
+        rank.process.close()
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)  # the rank leads its own process group as soon as its main function runs
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    connection: Connection,
+    folder: str,
+    shared: dict[str, str],
+    init_process_group: bool,
+    timeout: float,
+) -> None:
+    """Body of one rank's process."""
+    os.setpgid(0, 0)
+    own = Path(folder) / str(rank)
+    with (own / "stack.txt").open("w") as stack:
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        # If the test process is killed nobody ends us: end ourselves.
+        faulthandler.dump_traceback_later(timeout + 10, exit=True, file=stack)
+        # Under pytest the inherited descriptors are some other test's capture file.
+        log = os.open(own / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
+        try:
+            value = _call(fn, rank, world_size, args, Path(folder), init_process_group, timeout)
+            connection.send((True, value))
+        except BaseException:  # noqa: BLE001 - SystemExit and pytest's Failed count as failures of the rank, too
+            sys.stdout.flush()
+            connection.send((False, traceback.format_exc()))
+        sys.stdout.flush()
+        with suppress(EOFError, OSError):
+            # A rank that is done waits for the others: gloo peers that leave early look like a fault to them.
+            connection.recv()
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR1)
+        # Groups and threads of the rank need no teardown, and a teardown could hang.
+        os._exit(0)
+
+
+def _call(
+    fn: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    args: tuple[Any, ...],
+    folder: Path,
+    init_process_group: bool,
+    timeout: float,
+) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if init_process_group:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'rendezvous'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+        )
+    return fn(rank, world_size, *args)

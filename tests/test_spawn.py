@@ -1,0 +1,88 @@
+"""The helper that starts ranks: results in order, every traceback, no process left behind."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.spawn import run_ranks
+
+
+def _sum_of_ranks(rank: int, world_size: int, offset: int) -> tuple[int, int, int]:
+    total = torch.tensor([rank + offset])
+    dist.all_reduce(total)
+    assert torch.get_num_threads() == 1
+    assert int(os.environ["RANK"]) == rank and int(os.environ["WORLD_SIZE"]) == world_size
+    return rank, int(total.item()), os.getpid()
+
+
+def _fail_on_one(rank: int, world_size: int) -> None:
+    print(f"rank {rank} was here")
+    if rank == 1:
+        raise ValueError("broken on purpose")
+    dist.barrier()
+
+
+def _hang(rank: int, world_size: int, marker: str) -> None:
+    with open(f"{marker}.{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+
+
+def _die(rank: int, world_size: int) -> None:
+    if rank == 0:
+        os._exit(7)
+    dist.barrier()
+
+
+def _no_group(rank: int, world_size: int) -> bool:
+    return dist.is_initialized()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_results_come_back_in_rank_order_and_no_rank_stays() -> None:
+    results = run_ranks(_sum_of_ranks, 3, 10)
+    assert [rank for rank, _, _ in results] == [0, 1, 2]
+    assert {total for _, total, _ in results} == {33}
+    assert not any(_is_alive(pid) for _, _, pid in results)
+
+
+def test_one_failure_ends_all_ranks_and_shows_every_traceback() -> None:
+    started = time.monotonic()
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(_fail_on_one, 3, timeout=50)
+    assert time.monotonic() - started < 20
+    message = str(caught.value)
+    assert "failed on ranks" in message and "ValueError: broken on purpose" in message
+    assert "rank 2 was here" in message
+    assert message.count("---- rank ") == 3 and "_fail_on_one" in message
+
+
+def test_a_hang_is_ended_at_the_timeout_and_located(tmp_path: object) -> None:
+    marker = f"{tmp_path}/pid"
+    with pytest.raises(AssertionError, match="did not finish within 3 s") as caught:
+        run_ranks(_hang, 2, marker, timeout=3)
+    assert "in _hang" in str(caught.value)
+    for rank in range(2):
+        with open(f"{marker}.{rank}") as file:
+            assert not _is_alive(int(file.read()))
+
+
+def test_a_rank_that_dies_without_a_word_is_named() -> None:
+    with pytest.raises(AssertionError, match="died without a traceback, exit code 7"):
+        run_ranks(_die, 2, timeout=30)
+
+
+def test_ranks_may_initialise_by_themselves() -> None:
+    assert run_ranks(_no_group, 2, init_process_group=False) == [False, False]
