@@ -1,0 +1,315 @@
+"""The configuration file: what it says (``load_config``) and what that means for one model and world (``resolve``).
+
+Pure: reads one file, decides nothing that the file and the command line do not. Every error is one line that names the
+file, the line, the key, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+from hotspa_megatron.planning.alignment import Alignment, alignment_of
+from hotspa_megatron.planning.legality import legal_products, legal_tps, tp_problem, vocabulary_problem
+from hotspa_megatron.planning.model_shape import ModelShape
+from hotspa_megatron.strategy import Kind, Strategy, listed, stage_layers
+from hotspa_megatron.strict_yaml import ConfigError, Value, config_error, read_document
+
+__all__ = [
+    "ConfigError",
+    "HotSPaConfig",
+    "Overlong",
+    "ResolvedConfig",
+    "ResolvedStrategy",
+    "Samples",
+    "StrategyConfig",
+    "load_config",
+    "resolve",
+]
+
+Overlong: TypeAlias = Literal["split", "error", "truncate", "drop"]
+Samples: TypeAlias = Literal["documents"]
+
+_TOP_KEYS: Final = ("strategies", "home", "samples", "overlong", "check_plans", "get_batch")
+_STRATEGY_KEYS: Final = ("max_length", "tp", "cp", "pp", "tokens_per_microbatch")
+_HOME_KEYS: Final = ("tokens_per_microbatch",)
+_NOT_YET: Final = "is not available in this version; remove it"
+_TOP_REFUSED: Final = dict.fromkeys(
+    ("switch", "verify_every", "watchdog_s", "start_sample", "trace", "allow_untested"), _NOT_YET
+)
+_STRATEGY_REFUSED: Final = {
+    **dict.fromkeys(("recompute", "vpp", "ep"), _NOT_YET),
+    "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
+}
+_OTHER_NAMES: Final = {
+    "tensor_parallel": "tp",
+    "tensor_model_parallel": "tp",
+    "context_parallel": "cp",
+    "pipeline_parallel": "pp",
+    "pipeline_model_parallel": "pp",
+    "threshold": "max_length",
+    "max_seqlen": "max_length",
+    "max_tokens": "tokens_per_microbatch",
+}
+_GET_BATCH: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+class KeyLine(NamedTuple):
+    """Where a key stands in its file."""
+
+    key: str
+    line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """One entry of ``strategies``; lengths in input positions, ``tokens_per_microbatch`` None where it follows.
+
+    ``line`` and ``key_lines`` place messages; they take no part in comparisons.
+    """
+
+    max_length: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    tokens_per_microbatch: int | None = None
+    line: int = field(default=1, compare=False)
+    key_lines: tuple[KeyLine, ...] = field(default=(), compare=False, repr=False)
+
+    def line_of(self, key: str) -> int:
+        """The line of one of the entry's keys, or of the entry where the key was left out."""
+        return next((place.line for place in self.key_lines if place.key == key), self.line)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotSPaConfig:
+    """A configuration file as written, with defaults that do not depend on the model filled in."""
+
+    path: Path = field(compare=False)
+    strategies: tuple[StrategyConfig, ...]
+    home_tokens_per_microbatch: int | None = None
+    samples: Samples = "documents"
+    overlong: Overlong = "split"
+    check_plans: bool = True
+    get_batch: str | None = None
+    home_line: int = field(default=1, compare=False)
+
+    def digest(self) -> str:
+        """SHA-256 of the contents, equal exactly where two configurations compare equal; for comparing ranks."""
+        contents = {
+            "strategies": [
+                [entry.max_length, entry.tp, entry.cp, entry.pp, entry.tokens_per_microbatch]
+                for entry in self.strategies
+            ],
+            "home_tokens_per_microbatch": self.home_tokens_per_microbatch,
+            "samples": self.samples,
+            "overlong": self.overlong,
+            "check_plans": self.check_plans,
+            "get_batch": self.get_batch,
+        }
+        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedStrategy:
+    """A strategy that the model can take: lengths and budget in tokens, layers per pipeline stage counted from 0.
+
+    ``tokens_per_microbatch`` counts a micro-batch over all its context-parallel ranks, padding included; it holds at
+    least one sequence of ``max_length``.
+    """
+
+    strategy: Strategy
+    kind: Kind
+    max_length: int
+    tokens_per_microbatch: int
+    layers: tuple[range, ...]
+    alignment: Alignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """A configuration checked against one model and world; ``strategies`` ascend by length and leave out home."""
+
+    config: HotSPaConfig
+    shape: ModelShape
+    home: ResolvedStrategy
+    strategies: tuple[ResolvedStrategy, ...]
+
+
+def load_config(path: str | Path) -> HotSPaConfig:
+    """Read and check a file on its own; ``ConfigError`` on the first thing that is wrong."""
+    path = Path(path)
+    document = read_document(path)
+    if document is None:
+        raise config_error(path, 1, "strategies", "the file holds no keys; write at least 'strategies: []'")
+    top = document.mapping(known=_TOP_KEYS, refused=_TOP_REFUSED, also=_OTHER_NAMES)
+    if "strategies" not in top:
+        raise config_error(
+            path, document.line, "strategies", "the key is missing; write 'strategies: []' for a run without any"
+        )
+    home = top["home"].mapping(known=_HOME_KEYS, refused={}, also=_OTHER_NAMES) if "home" in top else {}
+    budget = home.get("tokens_per_microbatch")
+    return HotSPaConfig(
+        path=path,
+        strategies=_strategies(top["strategies"]),
+        home_tokens_per_microbatch=None if budget is None else budget.integer(),
+        samples=_samples(top["samples"]) if "samples" in top else "documents",
+        overlong=_overlong(top["overlong"]) if "overlong" in top else "split",
+        check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
+        get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
+        home_line=document.line if budget is None else budget.line,
+    )
+
+
+def resolve(config: HotSPaConfig, *, shape: ModelShape, home: Strategy) -> ResolvedConfig:
+    """Check a file against the model and the world that home fills; ``ConfigError`` where they do not fit."""
+    every_tp = [home.tp, *(entry.tp for entry in config.strategies)]
+    strategies = []
+    for index, entry in enumerate(config.strategies):
+        strategies.append(_resolve_entry(config, f"strategies[{index}]", entry, shape, home, every_tp))
+    return ResolvedConfig(
+        config=config, shape=shape, home=_resolve_home(config, shape, home, every_tp), strategies=tuple(strategies)
+    )
+
+
+def _strategies(value: Value) -> tuple[StrategyConfig, ...]:
+    entries: list[StrategyConfig] = []
+    for item in value.sequence():
+        keys = item.mapping(known=_STRATEGY_KEYS, refused=_STRATEGY_REFUSED, also=_OTHER_NAMES)
+        if "max_length" not in keys:
+            raise item.error("max_length is missing; write the longest sequence that it takes, in tokens")
+        sizes = {name: keys[name].integer() for name in _STRATEGY_KEYS if name in keys}
+        entry = StrategyConfig(
+            max_length=sizes["max_length"],
+            tp=sizes.get("tp", 1),
+            cp=sizes.get("cp", 1),
+            pp=sizes.get("pp", 1),
+            tokens_per_microbatch=sizes.get("tokens_per_microbatch"),
+            line=item.line,
+            key_lines=tuple(KeyLine(name, key.line) for name, key in keys.items()),
+        )
+        if entries and entry.max_length <= entries[-1].max_length:
+            raise keys["max_length"].error(
+                f"{entry.max_length} is not above {entries[-1].max_length} of the entry before; "
+                "list strategies from short to long, each length once"
+            )
+        if entry.tokens_per_microbatch is not None and entry.tokens_per_microbatch < entry.max_length:
+            raise keys["tokens_per_microbatch"].error(
+                f"{entry.tokens_per_microbatch} cannot hold one sequence of max_length {entry.max_length}; "
+                f"write {entry.max_length} or more"
+            )
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _samples(value: Value) -> Samples:
+    text = value.text()
+    if text == "megatron":
+        raise value.error("'megatron' is not available in this version; remove it")
+    if text != "documents":
+        raise value.error(f"{text!r} is not a kind of sample; write documents")
+    return "documents"
+
+
+def _overlong(value: Value) -> Overlong:
+    text = value.text()
+    names: Sequence[Overlong] = get_args(Overlong)
+    for name in names:
+        if text == name:
+            return name
+    raise value.error(f"{text!r} is not a way to treat long documents; write one of {', '.join(names)}")
+
+
+def _get_batch(value: Value) -> str | None:
+    text = value.text()
+    if text is not None and not _GET_BATCH.fullmatch(text):
+        raise value.error(f"{text!r} does not name a function; write pkg.mod:function or null")
+    return text
+
+
+def _resolve_entry(
+    config: HotSPaConfig, key: str, entry: StrategyConfig, shape: ModelShape, home: Strategy, every_tp: Sequence[int]
+) -> ResolvedStrategy:
+    def error(name: str, problem: str) -> ConfigError:
+        return config_error(config.path, entry.line_of(name), f"{key}.{name}", problem)
+
+    try:
+        strategy = Strategy.from_world(home.world_size, tp=entry.tp, cp=entry.cp, pp=entry.pp)
+    except ValueError as problem:
+        fix = f"legal tp * cp * pp: {legal_products(home.world_size)}"
+        raise config_error(config.path, entry.line, key, f"{problem}; {fix}") from None
+    if illegal := tp_problem(shape, entry.tp):
+        legal = legal_tps(shape, ranks=home.world_size // (entry.cp * entry.pp))
+        raise error("tp", f"{illegal}; legal tp: {listed(legal)}")
+    if illegal := vocabulary_problem(shape, entry.tp, every_tp=every_tp):
+        raise error("tp", illegal)
+    try:
+        layers = _layers(shape, strategy, home)
+    except ValueError as problem:
+        raise error("pp", str(problem)) from None
+    if entry.max_length > shape.seq_length:
+        raise error(
+            "max_length", f"{entry.max_length} is longer than --seq-length {shape.seq_length}; write at most that"
+        )
+    alignment = alignment_of(strategy, sequence_parallel=shape.sequence_parallel)
+    least = alignment.alone(entry.max_length)
+    budget = least if entry.tokens_per_microbatch is None else entry.tokens_per_microbatch
+    if budget < least:
+        raise error(
+            "tokens_per_microbatch",
+            f"{budget} cannot hold one sequence of max_length {entry.max_length}, "
+            f"which {strategy} pads to {least} tokens; write {least} or more",
+        )
+    return ResolvedStrategy(
+        strategy=strategy,
+        # An entry equal to home differs by its budget: it runs on home's parameters as any sibling does.
+        kind=Kind.SIBLING if strategy.same_layout(home) else Kind.GUEST,
+        max_length=entry.max_length,
+        tokens_per_microbatch=budget,
+        layers=layers,
+        alignment=alignment,
+    )
+
+
+def _resolve_home(config: HotSPaConfig, shape: ModelShape, home: Strategy, every_tp: Sequence[int]) -> ResolvedStrategy:
+    tp_flag = "command line: --tensor-model-parallel-size"
+    if illegal := tp_problem(shape, home.tp):
+        legal = legal_tps(shape, ranks=home.world_size // (home.cp * home.pp))
+        raise ConfigError(f"{tp_flag}: {illegal}; legal tp: {listed(legal)}")
+    if illegal := vocabulary_problem(shape, home.tp, every_tp=every_tp):
+        raise ConfigError(f"{tp_flag}: {illegal}")
+    try:
+        layers = _layers(shape, home, home)
+    except ValueError as problem:
+        raise ConfigError(f"command line: --pipeline-model-parallel-size: {problem}") from None
+    alignment = alignment_of(home, sequence_parallel=shape.sequence_parallel)
+    least = alignment.alone(shape.seq_length)
+    budget = least if config.home_tokens_per_microbatch is None else config.home_tokens_per_microbatch
+    if budget < least:
+        raise config_error(
+            config.path,
+            config.home_line,
+            "home.tokens_per_microbatch",
+            f"{budget} cannot hold one sequence of --seq-length {shape.seq_length}, "
+            f"which {home} pads to {least} tokens; write {least} or more",
+        )
+    return ResolvedStrategy(
+        strategy=home,
+        kind=Kind.HOME,
+        max_length=shape.seq_length,
+        tokens_per_microbatch=budget,
+        layers=layers,
+        alignment=alignment,
+    )
+
+
+def _layers(shape: ModelShape, strategy: Strategy, home: Strategy) -> tuple[range, ...]:
+    """Home and its siblings keep the command line's uneven split; a guest's stages are even."""
+    if strategy.same_layout(home):
+        return stage_layers(shape.num_layers, strategy.pp, shape.layers_in_first_stage, shape.layers_in_last_stage)
+    return stage_layers(shape.num_layers, strategy.pp)
