@@ -63,7 +63,7 @@ class _Rank:
             self.process.join(5)
             self.failure = f"died without a traceback, exit code {self.process.exitcode}"
             return
-        except Exception:  # noqa: BLE001 - a return value that pickles but does not unpickle is the test's fault: name it
+        except Exception:  # a return value that pickles but does not unpickle is the test's fault: name it
             self.failure = "its return value could not be unpickled\n" + traceback.format_exc()
             return
         if succeeded:
@@ -243,7 +243,7 @@ def _rank_main(
         try:
             value = _call(fn, rank, world_size, args, Path(folder), init_process_group, timeout)
             connection.send((True, value))
-        except BaseException:  # noqa: BLE001 - SystemExit and pytest's Failed count as failures of the rank, too
+        except BaseException:  # SystemExit and pytest's Failed count as failures of the rank, too
             sys.stdout.flush()
             connection.send((False, traceback.format_exc()))
         sys.stdout.flush()
