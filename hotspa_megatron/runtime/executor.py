@@ -1,0 +1,149 @@
+"""Carries one rank's part of a reshard plan out: copy or pack, exchange, unpack or add.
+
+It only walks the plan and decides nothing. There is no barrier and no device-wide synchronisation: a rank with nothing
+to do returns at once, and on CUDA everything is ordered on the current stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hotspa_megatron.planning.reshard_plan import Cell, RankPlan
+from hotspa_megatron.runtime.transport import Exchange, Transport
+
+Tensors = Mapping[int, torch.Tensor]
+"""Local tensors (any strides) by parameter index."""
+
+
+class PendingReshard:
+    """A move that has begun. Its sources are free to be released; its destination is complete after ``finish``."""
+
+    def __init__(
+        self,
+        exchange: Exchange | None,
+        inbox: list[tuple[torch.Tensor, tuple[Cell, ...]]],
+        destination: Tensors,
+        accumulate: bool,
+    ) -> None:
+        self._exchange = exchange
+        self._inbox = inbox
+        self._destination = destination
+        self._accumulate = accumulate
+        self._finished = False
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for what is under way, then write it to the destination or add it. RuntimeError when called twice."""
+        if self._finished:
+            raise RuntimeError("this move was finished before; a second time would add its values twice")
+        self._finished = True
+        if self._exchange is not None:
+            self._exchange.wait()
+        for buffer, cells in self._inbox:
+            views = [_region(self._destination, c.parameter, c.destination_start, c.shape) for c in cells]
+            if self._accumulate:
+                torch._foreach_add_(views, _unpacked(buffer, cells))
+            else:
+                torch._foreach_copy_(views, _unpacked(buffer, cells))
+        self._inbox = []
+
+
+def execute(
+    plan: RankPlan,
+    *,
+    sources: Sequence[Tensors],
+    destination: Tensors,
+    transport: Transport,
+    accumulate: bool,
+    dtype: torch.dtype,
+) -> None:
+    """``begin`` and ``finish`` in one."""
+    begin(
+        plan, sources=sources, destination=destination, transport=transport, accumulate=accumulate, dtype=dtype
+    ).finish()
+
+
+@torch.no_grad()
+def begin(
+    plan: RankPlan,
+    *,
+    sources: Sequence[Tensors],
+    destination: Tensors,
+    transport: Transport,
+    accumulate: bool,
+    dtype: torch.dtype,
+) -> PendingReshard:
+    """Read all sources and start the exchange; ``finish`` of the result completes the destination.
+
+    ``sources`` holds the rank's local tensors under each source layout of the plan. With ``accumulate`` each region is
+    added to the destination exactly once, in the destination's dtype and only in ``finish``, so that a fold may travel
+    while gradients are still being accumulated there; without it, regions overwrite. Values travel as ``dtype``, local
+    copies included: replicas must not differ by who sent to them.
+
+    No autograd graph is built. Raises RuntimeError, naming the parameter, before anything is exchanged, where a local
+    tensor is missing or its shape is not the plan's.
+    """
+    _check(plan, sources, destination)
+    if plan.is_empty:
+        return PendingReshard(None, [], destination, accumulate)
+    device = next(iter((*destination.values(), *(tensor for of in sources for tensor in of.values())))).device
+    inbox: list[tuple[torch.Tensor, tuple[Cell, ...]]] = []
+    packed: dict[int, torch.Tensor] = {}
+    for index, message in enumerate(plan.sends):
+        first = plan.packed_as[index]
+        if first not in packed:
+            packed[first] = _pack(message.cells, sources, dtype, device)
+        transport.submit_send(packed[first], message.peer)
+    for message in plan.receives:
+        buffer = torch.empty(message.numel, dtype=dtype, device=device)
+        transport.submit_receive(buffer, message.peer)
+        inbox.append((buffer, message.cells))
+    exchange = transport.run() if plan.sends or plan.receives else None
+    if plan.copies and accumulate:
+        # Adding waits for finish, but the source may be gone by then.
+        inbox.append((_pack(plan.copies, sources, dtype, device), plan.copies))
+    elif plan.copies:
+        torch._foreach_copy_(
+            [_region(destination, c.parameter, c.destination_start, c.shape) for c in plan.copies],
+            [_region(sources[c.source], c.parameter, c.source_start, c.shape).to(dtype) for c in plan.copies],
+        )
+    return PendingReshard(exchange, inbox, destination, accumulate)
+
+
+def _check(plan: RankPlan, sources: Sequence[Tensors], destination: Tensors) -> None:
+    for tensor in plan.tensors:
+        side = destination if tensor.source is None else sources[tensor.source]
+        where = "the destination" if tensor.source is None else f"source layout {tensor.source}"
+        if tensor.parameter not in side:
+            raise RuntimeError(f"rank {plan.rank}: {tensor.name} is missing from {where}, but the plan needs it")
+        shape = tuple(side[tensor.parameter].shape)
+        if shape != tensor.shape:
+            raise RuntimeError(
+                f"rank {plan.rank}: {tensor.name} has shape {shape} in {where}, but the plan is for {tensor.shape}"
+            )
+
+
+def _region(tensors: Tensors, parameter: int, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    view = tensors[parameter].detach()
+    for dim, (low, size) in enumerate(zip(start, shape, strict=True)):
+        if size != view.shape[dim]:
+            view = view.narrow(dim, low, size)
+    return view
+
+
+def _pack(
+    cells: tuple[Cell, ...], sources: Sequence[Tensors], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    buffer = torch.empty(sum(math.prod(cell.shape) for cell in cells), dtype=dtype, device=device)
+    views = [_region(sources[c.source], c.parameter, c.source_start, c.shape) for c in cells]
+    torch._foreach_copy_(_unpacked(buffer, cells), views)
+    return buffer
+
+
+def _unpacked(buffer: torch.Tensor, cells: tuple[Cell, ...]) -> list[torch.Tensor]:
+    """The cells' regions of a message, as views of its buffer."""
+    parts = buffer.split([math.prod(cell.shape) for cell in cells])
+    return [part.view(cell.shape) for part, cell in zip(parts, cells, strict=True)]
