@@ -22,6 +22,10 @@ def tp_problem(shape: ModelShape, tp: int) -> str | None:
         return f"{shape.num_attention_heads} attention heads do not divide over tp {tp}"
     if shape.num_query_groups % tp and tp % shape.num_query_groups:
         return f"{shape.num_query_groups} query groups neither divide over tp {tp} nor divide it"
+    qkv = (shape.num_attention_heads + 2 * shape.num_query_groups) * shape.kv_channels
+    if qkv % tp:
+        # With fewer query groups than ranks Megatron cuts the fused QKV without regard to heads, and gathers it again.
+        return f"the {qkv} rows of the fused QKV do not divide over tp {tp}"
     if shape.ffn_hidden_size % tp:
         return f"ffn_hidden_size {shape.ffn_hidden_size} does not divide over tp {tp}"
     if shape.sequence_parallel and shape.hidden_size % tp:

@@ -1,0 +1,309 @@
+"""``hotspa explain``: what a configuration means for a model and a world, before anything is started.
+
+Prints which lengths run under which strategy, the communicators that takes, and the memory that every rank holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
+from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
+from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
+from hotspa_megatron.strategy import Kind, Strategy
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_EPILOG: Final = """\
+examples:
+  hotspa explain hotspa.yaml
+      check the file alone
+  hotspa explain hotspa.yaml --world-size 16 -- $GPT_ARGS
+      check it against the model and show groups and memory; $GPT_ARGS is what pretrain_gpt.py is given
+"""
+_AXIS_SETS: Final = ("tp", "cp", "dp", "pp", "tp-cp", "tp-dp", "tp-pp", "dp-cp", "tp-dp-cp")
+"""Axes of the groups that Megatron makes for a dense model; those of its embeddings are counted beside them."""
+_WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
+_PLAIN_WIDTH: Final = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """Distinct communicators of more than one rank over all strategies; one that serves several axes counts once."""
+
+    per_axes: dict[str, int]
+    total: int
+    most_on_one_rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """What one rank of a pipeline stage holds for a strategy while it runs, beyond what home keeps there, in bytes."""
+
+    stage: int
+    parameters: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None
+
+    @property
+    def known_bytes(self) -> int:
+        return self.parameter_bytes + self.gradient_bytes + (self.optimizer_bytes or 0)
+
+
+def add_command(commands: _SubParsersAction[Any]) -> None:
+    """Add ``explain`` to the ``hotspa`` command."""
+    parser = commands.add_parser(
+        "explain",
+        help="show what a configuration means for a model and a world",
+        description="Check a configuration and show its strategies; with Megatron's arguments, also groups and memory.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="hotspa explain CONFIG [--world-size N] [--json] [-- MEGATRON ARGS]",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="the file that --hotspa-config will name")
+    parser.add_argument(
+        "--world-size",
+        metavar="N",
+        help="ranks (default: WORLD_SIZE, else SLURM_NTASKS, else one replica of home)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, lengths in tokens")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
+    """Print the explanation; ``ValueError`` for bad input."""
+    config = load_config(arguments.config)
+    if not megatron_arguments:
+        if arguments.world_size is not None:
+            raise ValueError("--world-size: has no meaning without Megatron's arguments; add them behind --")
+        described = _describe_file(config)
+        if not arguments.json:
+            _print_file(config)
+    else:
+        line = read_command_line(megatron_arguments, world_size=_world_size(arguments.world_size))
+        resolved = resolve(config, shape=line.shape, home=line.home)
+        groups = count_groups([each.strategy for each in (*resolved.strategies, resolved.home)])
+        memory = [memory_per_stage(each, resolved, line) for each in (*resolved.strategies, resolved.home)]
+        described = _describe(resolved, groups, memory)
+        if not arguments.json:
+            _print(resolved, groups, memory, line)
+    if arguments.json:
+        print(json.dumps(described, indent=2))
+
+
+def count_groups(strategies: Iterable[Strategy]) -> Groups:
+    """Count the communicators that these strategies take together."""
+    found: dict[str, set[tuple[int, ...]]] = {axes: set() for axes in (*_AXIS_SETS, "embedding")}
+    for strategy in sorted(set(strategies)):
+        for axes in _AXIS_SETS:
+            found[axes].update(group for group in strategy.groups(axes) if len(group) > 1)
+        if strategy.pp > 1:
+            found["embedding"].update((group[0], group[-1]) for group in strategy.groups("pp"))
+    distinct = set().union(*found.values())
+    on_rank: dict[int, int] = {}
+    for group in distinct:
+        for rank in group:
+            on_rank[rank] = on_rank.get(rank, 0) + 1
+    return Groups(
+        per_axes={axes: len(groups) for axes, groups in found.items()},
+        total=len(distinct),
+        most_on_one_rank=max(on_rank.values(), default=0),
+    )
+
+
+def memory_per_stage(
+    each: ResolvedStrategy, resolved: ResolvedConfig, line: MegatronCommandLine
+) -> tuple[StageMemory, ...]:
+    """What a rank of each pipeline stage holds; a sibling runs on home's and adds nothing."""
+    shape, strategy = resolved.shape, each.strategy
+    if each.kind is Kind.SIBLING:
+        return tuple(
+            StageMemory(stage=stage, parameters=0, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0)
+            for stage in range(strategy.pp)
+        )
+    layout = model_layout(gpt_parameters(shape), strategy, each.layers, shape.tied_embeddings)
+    stages = []
+    for stage in range(strategy.pp):
+        # Every tensor-parallel rank of a stage holds as many elements as the first.
+        numel = layout.local_numel(strategy.rank(tp=0, cp=0, dp=0, pp=stage))
+        optimizer: int | None = 0
+        if each.kind is Kind.HOME:
+            shards = strategy.dp * strategy.cp if shape.distributed_optimizer else 1
+            optimizer = None if line.optimizer_bytes is None else line.optimizer_bytes * -(-numel // shards)
+        stages.append(
+            StageMemory(
+                stage=stage,
+                parameters=numel,
+                parameter_bytes=numel * shape.parameter_bytes,
+                gradient_bytes=numel * shape.gradient_bytes,
+                optimizer_bytes=optimizer,
+            )
+        )
+    return tuple(stages)
+
+
+def _world_size(given: str | None) -> int | None:
+    """The number of ranks that was asked for or that the launcher set; None where neither says."""
+    for name, text in (("--world-size", given), *((name, os.environ.get(name)) for name in _WORLD_SIZE_VARIABLES)):
+        if text is None or (text == "" and name != "--world-size"):
+            continue
+        if not re.fullmatch("[1-9][0-9]{0,8}", text):
+            raise ValueError(f"{name}: {text!r} is not a number of ranks; write a whole number of at least 1")
+        return int(text)
+    return None
+
+
+def _ranges(max_lengths: Iterable[int]) -> list[tuple[int, int] | None]:
+    """First and last length of each range, for ascending limits; None where the limit before leaves nothing."""
+    ranges: list[tuple[int, int] | None] = []
+    low = 1
+    for limit in max_lengths:
+        ranges.append((low, limit) if low <= limit else None)
+        low = limit + 1
+    return ranges
+
+
+def _describe_file(config: HotSPaConfig) -> dict[str, object]:
+    return {
+        "config": str(config.path),
+        "digest": config.digest(),
+        "samples": config.samples,
+        "overlong": config.overlong,
+        "check_plans": config.check_plans,
+        "get_batch": config.get_batch,
+        "strategies": [
+            {
+                "lengths": lengths,
+                "tp": entry.tp,
+                "cp": entry.cp,
+                "pp": entry.pp,
+                "tokens_per_microbatch": entry.tokens_per_microbatch,
+            }
+            for lengths, entry in zip(
+                _ranges(entry.max_length for entry in config.strategies), config.strategies, strict=True
+            )
+        ],
+        "home": {"tokens_per_microbatch": config.home_tokens_per_microbatch},
+    }
+
+
+def _describe(resolved: ResolvedConfig, groups: Groups, memory: Sequence[Sequence[StageMemory]]) -> dict[str, object]:
+    every = (*resolved.strategies, resolved.home)
+    ranges = _ranges(each.max_length for each in every)
+    strategies: list[dict[str, object]] = [
+        {
+            "lengths": lengths,
+            "strategy": str(each.strategy),
+            "kind": each.kind,
+            "tokens_per_microbatch": each.tokens_per_microbatch,
+            "layers": [[stage.start, stage.stop] for stage in each.layers],
+            "memory": [asdict(stage) for stage in stages],
+        }
+        for lengths, each, stages in zip(ranges, every, memory, strict=True)
+    ]
+    return {
+        **_describe_file(resolved.config),
+        "world_size": resolved.home.strategy.world_size,
+        "strategies": strategies[:-1],
+        "home": strategies[-1],
+        "groups": asdict(groups),
+    }
+
+
+def _print_file(config: HotSPaConfig) -> None:
+    console, table = _console(), _table("lengths", "tp", "cp", "pp", "tokens/micro-batch")
+    ranges = _ranges(entry.max_length for entry in config.strategies)
+    for lengths, entry in zip(ranges, config.strategies, strict=True):
+        budget = "default" if entry.tokens_per_microbatch is None else f"{entry.tokens_per_microbatch:,}"
+        _row(table, _range(lengths), entry.tp, entry.cp, entry.pp, budget)
+    _print_table(console, "Strategies of the file", table)
+    _say(console, "Home takes what is longer. Give Megatron's arguments behind -- for home, groups and memory.")
+    _say(console, f"samples: {config.samples}; overlong: {config.overlong}")
+
+
+def _print(
+    resolved: ResolvedConfig, groups: Groups, memory: Sequence[Sequence[StageMemory]], line: MegatronCommandLine
+) -> None:
+    console = _console()
+    every = (*resolved.strategies, resolved.home)
+    world = resolved.home.strategy.world_size
+    table = _table("lengths", "strategy", "kind", "tokens/micro-batch", "ranks")
+    for lengths, each in zip(_ranges(each.max_length for each in every), every, strict=True):
+        ranks = f"{each.strategy.dp} x {each.strategy.replica_size}"
+        _row(table, _range(lengths), each.strategy, each.kind, f"{each.tokens_per_microbatch:,}", ranks)
+    _print_table(console, f"Strategies on {world} ranks", table)
+    _say(console, "Ranks: replicas x ranks of one replica.")
+    _say(console, f"samples: {resolved.config.samples}; overlong: {resolved.config.overlong}")
+
+    table = _table("axes", "distinct")
+    for axes, count in groups.per_axes.items():
+        if count:
+            _row(table, axes, count)
+    _print_table(console, "Groups of more than one rank", table)
+    _say(console, f"{groups.total} distinct in all, at most {groups.most_on_one_rank} on one rank.")
+
+    sizes = ("weights", "gradients", "optimizer", "active", "inactive")
+    table = _table("strategy", "kind", "stage", "parameters", *sizes)
+    for each, stages in zip(every, memory, strict=True):
+        most = max(stages, key=lambda stage: stage.known_bytes)
+        inactive = most.known_bytes if each.kind is Kind.HOME else 0
+        held = (most.parameter_bytes, most.gradient_bytes, most.optimizer_bytes, most.known_bytes, inactive)
+        _row(table, each.strategy, each.kind, most.stage, f"{most.parameters:,}", *map(_size, held))
+    _print_table(console, "Memory of the fullest rank", table)
+    _say(console, "A sibling runs on home's parameters; a guest's storage exists only while it runs.")
+    _say(console, "Activations are not counted. --json gives bytes, for every stage.")
+    if line.optimizer_note is not None:
+        _say(console, f"The optimizer's state is not counted under {line.optimizer_note}.")
+
+
+def _console() -> Console:
+    """Standard output; wide where it is no terminal, so that no cell is cut or wrapped in a file."""
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
+    for column in columns:
+        left = column in ("lengths", "strategy", "kind", "axes")
+        table.add_column(column, justify="left" if left else "right", no_wrap=left, overflow="fold")
+    return table
+
+
+def _print_table(console: Console, title: str, table: Table) -> None:
+    console.print(Text(f"\n{title}", style="bold"), table, sep="\n")
+
+
+def _row(table: Table, *cells: object) -> None:
+    # Text: what comes from the user must not be read as markup.
+    table.add_row(*(Text(str(cell)) for cell in cells))
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text), soft_wrap=True)
+
+
+def _range(lengths: tuple[int, int] | None) -> str:
+    return "none" if lengths is None else f"{lengths[0]}-{lengths[1]}"
+
+
+def _size(count: int | None) -> str:
+    """Bytes in the unit that reads best."""
+    if count is None:
+        return "not known"
+    if count < 1 << 20:
+        return f"{count / (1 << 10):.1f} KiB" if count else "0"
+    return f"{count / (1 << 20):.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):.2f} GiB"

@@ -1,0 +1,44 @@
+"""The ``hotspa`` command: one subcommand per file beside this one. Bad input is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from hotspa_megatron.cli import explain
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with an error on one line instead of a usage block before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    # What follows the first "--" is another program's command line, which argparse must not look into.
+    split = given.index("--") if "--" in given else len(given)
+    own, megatron = given[:split], given[split + 1 :]
+    parser = _Parser(prog="hotspa", description="Plan and look into training under several parallel strategies.")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    explain.add_command(commands)
+    arguments = parser.parse_args(own)
+    try:
+        arguments.run(arguments, megatron)
+        sys.stdout.flush()
+    except ValueError as error:
+        print(f"hotspa: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader, `head` perhaps, has seen enough. Python would complain once more when it closes stdout.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
