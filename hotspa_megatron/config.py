@@ -18,7 +18,7 @@ from hotspa_megatron.planning.alignment import Alignment, alignment_of
 from hotspa_megatron.planning.legality import legal_products, legal_tps, tp_problem, vocabulary_problem
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Kind, Strategy, listed, stage_layers
-from hotspa_megatron.strict_yaml import ConfigError, Value, config_error, read_document
+from hotspa_megatron.strict_yaml import ConfigError, Value, config_error, read_document, shown
 
 __all__ = [
     "ConfigError",
@@ -208,27 +208,21 @@ def _strategies(value: Value) -> tuple[StrategyConfig, ...]:
 
 
 def _samples(value: Value) -> Samples:
-    text = value.text()
-    if text == "megatron":
-        raise value.error("'megatron' is not available in this version; remove it")
-    if text != "documents":
-        raise value.error(f"{text!r} is not a kind of sample; write documents")
-    return "documents"
+    if value.text() == "megatron":
+        raise value.error(f"'megatron' {_NOT_YET}")
+    names: Sequence[Samples] = get_args(Samples)
+    return value.choice(names)
 
 
 def _overlong(value: Value) -> Overlong:
-    text = value.text()
     names: Sequence[Overlong] = get_args(Overlong)
-    for name in names:
-        if text == name:
-            return name
-    raise value.error(f"{text!r} is not a way to treat long documents; write one of {', '.join(names)}")
+    return value.choice(names)
 
 
 def _get_batch(value: Value) -> str | None:
     text = value.text()
     if text is not None and not _GET_BATCH.fullmatch(text):
-        raise value.error(f"{text!r} does not name a function; write pkg.mod:function or null")
+        raise value.error(f"{shown(text)} does not name a function; write pkg.mod:function or null")
     return text
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import yaml
 
@@ -26,6 +26,8 @@ _MISSING_SPACE: Final = re.compile(r"(?:.*\s)?([A-Za-z_]+):(\S+)", re.DOTALL)
 _NULLS: Final = ("", "~", "null", "Null", "NULL")
 _TRUTHS: Final = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _SHOWN_CHARACTERS: Final = 60
+
+_Name = TypeVar("_Name", bound=str)
 
 
 class ConfigError(ValueError):
@@ -72,7 +74,7 @@ class Value:
 
     def error(self, problem: str) -> ConfigError:
         """An error at this value; ``problem`` says what is wrong, then the fix after a semicolon."""
-        return config_error(self.path, self.line, self.key, problem)
+        return config_error(self.path, self.line, self.key or "file", problem)
 
     def integer(self) -> int:
         """A whole number of at least 1, written in plain decimal digits."""
@@ -99,6 +101,15 @@ class Value:
         if self._quoted() or text not in _TRUTHS:
             raise self.error(f"{shown(text)} is not true or false; write one of them, without quotes")
         return _TRUTHS[text]
+
+    def choice(self, names: Sequence[_Name]) -> _Name:
+        """One of ``names``."""
+        text = self._scalar("text")
+        for name in names:
+            if text == name:
+                return name
+        what = "has no value" if self._is_null(text) else f"{shown(text)} is not known"
+        raise self.error(f"{what}; write {' or '.join(names)}")
 
     def text(self) -> str | None:
         """Text, or None for null or nothing."""
@@ -168,8 +179,8 @@ def read_document(path: Path) -> Value | None:
     try:
         node = _Composer(text).get_single_node()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise config_error(path, 1 if mark is None else mark.line + 1, "syntax", _syntax_problem(error)) from None
+        problem, line = _syntax_problem(error)
+        raise config_error(path, line, "syntax", problem) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise config_error(path, line, "syntax", f"character {error.character:#x} is not allowed; remove it") from None
@@ -206,16 +217,24 @@ def _read_text(path: Path) -> str:
         raise config_error(path, line, "syntax", f"byte {data[error.start]:#x} is not UTF-8; save as UTF-8") from None
 
 
-def _syntax_problem(error: yaml.MarkedYAMLError) -> str:
+def _syntax_problem(error: yaml.MarkedYAMLError) -> tuple[str, int]:
+    """What is wrong and in which line."""
     problem = error.problem or error.context or "cannot be read"
-    if isinstance(error, _Refused):
-        return problem
-    if "'\\t'" in problem:
-        return "a tab stands where YAML allows only spaces; write spaces"
-    if problem == "but found another document":
-        return "a second document starts here; keep one document in the file"
+    mark = error.problem_mark or error.context_mark
     context = f"{error.context}, " if error.context else ""
-    return f"not valid YAML ({context}{problem}); correct it"
+    if isinstance(error, _Refused):
+        pass
+    elif "'\\t'" in problem:
+        problem = "a tab stands where YAML allows only spaces; write spaces"
+    elif problem == "but found another document":
+        problem = "a second document starts here; keep one document in the file"
+    elif problem == "could not find expected ':'":
+        problem = "neither a list entry nor 'key: value'; a colon needs a space after it"
+        # PyYAML notices at the line after, and gives the start of the text as the context.
+        mark = error.context_mark or mark
+    else:
+        problem = f"not valid YAML ({context}{problem}); correct it"
+    return problem, 1 if mark is None else mark.line + 1
 
 
 def _unknown(name: str, known: Sequence[str], also: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotspa_megatron.planning.alignment import Alignment, alignment_of
@@ -23,6 +24,7 @@ axis_sets = st.sampled_from(
 )
 
 
+@functools.cache
 def megatron_rank_generator() -> Any:
     """Megatron's RankGenerator, taken out of its source: importing megatron.core needs triton and seconds."""
     root = importlib.util.find_spec("megatron")
@@ -44,6 +46,7 @@ def test_prints_and_parses() -> None:
     assert (strategy.world_size, strategy.replica_size) == (24, 8)
 
 
+@settings(deadline=None)
 @given(any_strategy)
 def test_parse_reads_what_str_prints(strategy: Strategy) -> None:
     assert Strategy.parse(str(strategy)) == strategy
@@ -87,6 +90,7 @@ def test_ranks_follow_megatrons_default_order() -> None:
         strategy.rank(tp=0, cp=3, dp=0, pp=0)
 
 
+@settings(deadline=None)
 @given(any_strategy)
 def test_coordinates_and_rank_are_inverse(strategy: Strategy) -> None:
     for rank in range(strategy.world_size):
@@ -103,6 +107,7 @@ def test_groups_by_hand() -> None:
     assert Strategy(tp=1, cp=2, pp=1, dp=2).groups("dp-cp") == ((0, 1, 2, 3),)
 
 
+@settings(deadline=None)
 @given(any_strategy, axis_sets)
 def test_groups_are_megatrons(strategy: Strategy, axes: str) -> None:
     generator = megatron_rank_generator()(
@@ -111,6 +116,7 @@ def test_groups_are_megatrons(strategy: Strategy, axes: str) -> None:
     assert [list(group) for group in strategy.groups(axes)] == generator.get_ranks(axes)
 
 
+@settings(deadline=None)
 @given(any_strategy, axis_sets)
 def test_groups_partition_the_world(strategy: Strategy, axes: str) -> None:
     ranks = [rank for group in strategy.groups(axes) for rank in group]
@@ -132,6 +138,7 @@ def test_kinds() -> None:
     assert f"{Kind.SIBLING}" == "sibling"
 
 
+@settings(deadline=None)
 @given(any_strategy, any_strategy)
 def test_same_layout_puts_the_same_parameters_on_every_rank(one: Strategy, other: Strategy) -> None:
     if one.world_size != other.world_size:
@@ -187,6 +194,7 @@ def test_stage_layers_lists_the_legal_values(arguments: tuple[int, int, int | No
     assert message in str(error.value)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 8), st.none() | st.integers(0, 12), st.none() | st.integers(0, 12))
 def test_stages_partition_the_layers_or_are_refused(
     num_layers: int, pp: int, first: int | None, last: int | None
@@ -203,6 +211,7 @@ def test_stages_partition_the_layers_or_are_refused(
     assert len({len(stage) for stage in middle}) <= 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 30), st.integers(2, 6), st.integers(1, 30))
 def test_legal_values_in_the_message_are_exactly_the_legal_ones(num_layers: int, pp: int, first: int) -> None:
     def fits(value: int) -> bool:
@@ -242,6 +251,7 @@ def test_alignment(strategy: str, sequence_parallel: bool, expected: Alignment) 
     assert alignment_of(Strategy.parse(strategy), sequence_parallel=sequence_parallel) == expected
 
 
+@settings(deadline=None)
 @given(any_strategy, st.booleans(), st.lists(st.integers(1, 300), min_size=1, max_size=8))
 def test_aligned_micro_batches_split_evenly(strategy: Strategy, sequence_parallel: bool, lengths: list[int]) -> None:
     alignment = alignment_of(strategy, sequence_parallel=sequence_parallel)

@@ -37,7 +37,7 @@ examples:
 _AXIS_SETS: Final = ("tp", "cp", "dp", "pp", "tp-cp", "tp-dp", "tp-pp", "dp-cp", "tp-dp-cp")
 """Axes of the groups that Megatron makes for a dense model; those of its embeddings are counted beside them."""
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
-_PLAIN_WIDTH: Final = 200
+_LEAST_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,15 +271,16 @@ def _print(
 
 
 def _console() -> Console:
-    """Standard output; wide where it is no terminal, so that no cell is cut or wrapped in a file."""
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    """Standard output, never so narrow that a number is cut in two: files have no width, and terminals wrap lines."""
+    terminal = Console().width if sys.stdout.isatty() else 0
+    return Console(width=max(terminal, _LEAST_WIDTH), highlight=False)
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
     for column in columns:
         left = column in ("lengths", "strategy", "kind", "axes")
-        table.add_column(column, justify="left" if left else "right", no_wrap=left, overflow="fold")
+        table.add_column(column, justify="left" if left else "right", no_wrap=True)
     return table
 
 
