@@ -171,7 +171,7 @@ class ReshardPlan:
         return sum(message.num_bytes for message in self.messages if message.receiver == rank)
 
     def digest(self) -> str:
-        """A hash that ranks can compare: the same for the same layouts in every process, another for other transfers."""
+        """A hash that ranks can compare: the same in every process for the same layouts, another for another plan."""
         names = tuple((parameter.name, parameter.shape) for parameter in self.destination.parameters)
         # Plain tuples: the hash must not change with the name of a class.
         routes = tuple(
