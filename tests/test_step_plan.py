@@ -12,7 +12,12 @@ from hotspa_megatron.planning.step_plan import LengthGroup, StepPlan, StepPlanne
 from hotspa_megatron.strategy import Kind, Strategy
 
 alignments = st.sampled_from(
-    [Alignment(sequence=1, total=1), Alignment(sequence=4, total=4), Alignment(sequence=4, total=8), Alignment(sequence=1, total=2)]
+    [
+        Alignment(sequence=1, total=1),
+        Alignment(sequence=4, total=4),
+        Alignment(sequence=4, total=8),
+        Alignment(sequence=1, total=2),
+    ]
 )
 
 
@@ -61,7 +66,11 @@ def test_a_sequence_above_the_budget_is_named() -> None:
 
 
 def planner() -> StepPlanner:
-    home, sibling, guest = Strategy(tp=2, cp=2, pp=1, dp=1), Strategy(tp=2, cp=1, pp=1, dp=2), Strategy(tp=1, cp=1, pp=1, dp=4)
+    home, sibling, guest = (
+        Strategy(tp=2, cp=2, pp=1, dp=1),
+        Strategy(tp=2, cp=1, pp=1, dp=2),
+        Strategy(tp=1, cp=1, pp=1, dp=4),
+    )
     return StepPlanner(
         [
             LengthGroup(
@@ -81,7 +90,9 @@ def planner() -> StepPlanner:
 @given(st.lists(st.integers(1, 256), max_size=50))
 def test_segments_hold_a_permutation_of_the_batch_with_guests_first_and_home_last(lengths: list[int]) -> None:
     plan = planner().plan(lengths)
-    assert sorted(i for s in plan.segments for rank in s.micro_batches for b in rank for i in b) == list(range(len(lengths)))
+    assert sorted(i for s in plan.segments for rank in s.micro_batches for b in rank for i in b) == list(
+        range(len(lengths))
+    )
     kinds = [segment.kind for segment in plan.segments]
     assert kinds == sorted(kinds, key=[Kind.GUEST, Kind.SIBLING, Kind.HOME].index)
     lower = {16: 0, 64: 16, 256: 64}

@@ -50,7 +50,9 @@ def install() -> None:
     if installed():
         return
     if torch.cuda.is_available():
-        raise RuntimeError("the CPU stand-in refuses to hide a visible CUDA device; set CUDA_VISIBLE_DEVICES= to train on CPU")
+        raise RuntimeError(
+            "the CPU stand-in refuses to hide a visible CUDA device; set CUDA_VISIBLE_DEVICES= to train on CPU"
+        )
     # Megatron's fusers go through torch.compile, which would call a C++ compiler for every fused function.
     _patches.environment("TORCHDYNAMO_DISABLE", "1")
     # Megatron insists on this ordering of GPU work under tensor parallelism; on CPU it is only a value to find.
@@ -234,7 +236,9 @@ def _replace_tensor_methods() -> None:
         def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if "device" in kwargs:
                 kwargs["device"] = _to_cpu(kwargs["device"])
-            return original(self, *(_to_cpu(a) if isinstance(a, (int, str, torch.device)) else a for a in args), **kwargs)
+            return original(
+                self, *(_to_cpu(a) if isinstance(a, (int, str, torch.device)) else a for a in args), **kwargs
+            )
 
         return to
 
@@ -244,7 +248,9 @@ def _replace_tensor_methods() -> None:
         def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
             if dtype is None:
                 return original(self).replace("torch.", "torch.cuda.", 1)
-            return original(self, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs)
+            return original(
+                self, dtype.replace("torch.cuda.", "torch.") if isinstance(dtype, str) else dtype, *args, **kwargs
+            )
 
         return type_
 
@@ -296,13 +302,13 @@ def _hand_out_empty_triton() -> None:
     def import_(
         name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0
     ) -> types.ModuleType:
-        if level == 0 and name.split(".", 1)[0] == "triton":
-            if str((globals or {}).get("__name__", "")).split(".", 1)[0] == "megatron":
-                module: Any = triton
-                # `import a.b` binds a; `from a.b import c` wants b itself.
-                for part in name.split(".")[1:] if fromlist else ():
-                    module = getattr(module, part)
-                return typing.cast(types.ModuleType, module)
+        importer = str((globals or {}).get("__name__", ""))
+        if level == 0 and name.split(".", 1)[0] == "triton" and importer.split(".", 1)[0] == "megatron":
+            module: Any = triton
+            # `import a.b` binds a; `from a.b import c` wants b itself.
+            for part in name.split(".")[1:] if fromlist else ():
+                module = getattr(module, part)
+            return typing.cast(types.ModuleType, module)
         return real_import(name, globals, locals, fromlist, level)
 
     _patches.set(builtins, "__import__", import_)

@@ -36,6 +36,17 @@ class Patches:
         """Replace ``owner.name`` by ``make(original)``."""
         self.set(owner, name, make(getattr(owner, name)))
 
+    def item(self, mapping: dict[str, Any], name: str, value: Any) -> None:
+        """Replace ``mapping[name]``, which must be there: the globals of a module that has no module object."""
+        original = mapping[name]
+        mapping[name] = value
+        label = f"{mapping.get('__name__', 'mapping')}.{name}"
+        self._undo.append((label, lambda: mapping.__setitem__(name, original)))
+
+    def on_undo(self, label: str, restore: Callable[[], None]) -> None:
+        """Have ``restore`` called in its turn, for a change made through another module's own setter."""
+        self._undo.append((label, restore))
+
     def environment(self, name: str, default: str) -> None:
         """Set an environment variable unless the user has."""
         if name in os.environ:

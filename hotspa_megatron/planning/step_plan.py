@@ -97,9 +97,7 @@ class StepPlanner:
                     members[position].append(index)
                     break
             else:
-                raise ValueError(
-                    f"sequence {index} has {length} tokens, more than home's {self.groups[-1].max_length}"
-                )
+                raise ValueError(f"sequence {index} has {length} tokens, more than home's {self.groups[-1].max_length}")
         segments = []
         for position in self._order:
             if not members[position]:

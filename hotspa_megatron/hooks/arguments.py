@@ -1,0 +1,143 @@
+"""The flag, what it refuses to run with, and what planning needs of Megatron's argument namespace."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hotspa_megatron.planning.model_shape import ModelShape
+from hotspa_megatron.strategy import Strategy
+
+FLAG = "--hotspa-config"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A Megatron flag that the step under several strategies cannot honour. ``reason`` says why and what to do."""
+
+    flag: str
+    asked: Callable[[Any], Any]
+    reason: str
+
+
+def _is_set(name: str) -> Callable[[Any], Any]:
+    return lambda args: getattr(args, name, None)
+
+
+def _above_one(name: str) -> Callable[[Any], Any]:
+    return lambda args: (getattr(args, name, None) or 1) > 1
+
+
+REFUSALS: tuple[Refusal, ...] = (
+    Refusal("--micro-batch-size", _above_one("micro_batch_size"), "must be 1: tokens_per_microbatch takes its place"),
+    Refusal("--virtual-pipeline-model-parallel-size", _is_set("virtual_pipeline_model_parallel_size"),
+            "(or --num-layers-per-virtual-pipeline-stage) is not supported yet; remove it"),
+    Refusal("--num-experts", _is_set("num_experts"), "mixture-of-experts models are not supported yet"),
+    Refusal("--multi-latent-attention", _is_set("multi_latent_attention"), "is not supported yet"),
+    Refusal("--mtp-num-layers", _is_set("mtp_num_layers"), "multi-token prediction keeps one strategy's groups"),
+    Refusal("--heterogeneous-layers-config-path", _is_set("heterogeneous_layers_config_path"), "is not supported yet"),
+    Refusal("--sft", _is_set("sft"), "conversations are not supported yet"),
+    Refusal("--fim-data", _is_set("fim_data"), "rewrites documents when it draws them, so lengths are unknown beforehand"),
+    Refusal("--dataloader-type", lambda args: getattr(args, "dataloader_type", None) == "external",
+            "external: the samples' lengths cannot be known; use single or cyclic"),
+    Refusal("--hybrid-context-parallel", _is_set("hybrid_context_parallel"), "chooses context parallelism itself; use one of both"),
+    Refusal("--hierarchical-context-parallel-sizes", _is_set("hierarchical_context_parallel_sizes"), "is not supported"),
+    Refusal("--use-tp-pp-dp-mapping", _is_set("use_tp_pp_dp_mapping"), "only Megatron's default rank order is supported"),
+    Refusal("--num-distributed-optimizer-instances", _above_one("num_distributed_optimizer_instances"),
+            "above 1 is not supported: a fold must find one owner of every gradient"),
+    Refusal("--use-megatron-fsdp", _is_set("use_megatron_fsdp"), "shards parameters in a layout of its own"),
+    Refusal("--use-torch-fsdp2", _is_set("use_torch_fsdp2"), "shards parameters in a layout of its own"),
+    Refusal("--overlap-param-gather-with-optimizer-step", _is_set("overlap_param_gather_with_optimizer_step"),
+            "is not supported; --overlap-param-gather is"),
+    Refusal("--ddp-average-in-collective", _is_set("ddp_average_in_collective"), "gradients are sums here, divided once"),
+    Refusal("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none"),
+            "graphs have fixed shapes and groups"),
+    Refusal("--optimizer-cuda-graph", _is_set("optimizer_cuda_graph"), "graphs have fixed shapes"),
+    Refusal("--fp8-format", _is_set("fp8"), "scaling state belongs to one strategy's layout; not supported yet"),
+    Refusal("--fp4-format", _is_set("fp4"), "scaling state belongs to one strategy's layout; not supported yet"),
+    Refusal("--tp-comm-overlap", _is_set("tp_comm_overlap"), "its buffers have one fixed shape"),
+    Refusal("--use-precision-aware-optimizer", _is_set("use_precision_aware_optimizer"), "is not supported yet"),
+    Refusal("--defer-embedding-wgrad-compute", _is_set("defer_embedding_wgrad_compute"), "is not supported"),
+    Refusal("--delay-wgrad-compute", _is_set("delay_wgrad_compute"), "is not supported"),
+    Refusal("--decrease-batch-size-if-needed", _is_set("decrease_batch_size_if_needed"), "is not supported"),
+    Refusal("--phase-transition-iterations", _is_set("phase_transition_iterations"), "is not supported"),
+    Refusal("--perform-rl-step", _is_set("perform_rl_step"), "is not supported"),
+    Refusal("--inprocess-restart", _is_set("inprocess_restart"), "is not supported"),
+    Refusal("--yaml-cfg", _is_set("yaml_cfg"), "is not supported; give the same settings as flags"),
+    Refusal("--spec", _is_set("spec"), "a layer specification of your own is not supported"),
+    Refusal("--gtp-weight-remat-size", _above_one("gtp_weight_remat_size"), "is not supported"),
+    Refusal("--lazy-mpu-init", _is_set("lazy_mpu_init"), "is not supported"),
+    Refusal("--fake-process-group", _is_set("fake_process_group"), "exchanges nothing between ranks"),
+)  # fmt: skip
+
+
+def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the one flag to Megatron's parser."""
+    parser.add_argument_group(title="hotspa").add_argument(
+        FLAG,
+        default=None,
+        metavar="FILE",
+        help="Run the length groups of each mini-batch under the strategies of this YAML file (hotspa_megatron).",
+    )
+    return parser
+
+
+def check_flags(args: Any) -> None:
+    """Raise ValueError, one line, for the first flag that cannot be honoured. Changes nothing."""
+    for refusal in REFUSALS:
+        if refusal.asked(args):
+            raise ValueError(f"{refusal.flag}: {refusal.reason} ({FLAG} is set)")
+
+
+def shape_of(args: Any) -> ModelShape:
+    """The model that Megatron's validated arguments describe."""
+    heads = args.num_attention_heads
+    groups = args.num_query_groups if args.group_query_attention else heads
+    learned = args.position_embedding_type == "learned_absolute"
+    low_precision = args.fp16 or args.bf16
+    return ModelShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=args.kv_channels,
+        padded_vocab_size=_padded_vocab_size(args),
+        seq_length=args.seq_length,
+        gated_linear_unit=bool(args.swiglu),
+        tied_embeddings=not args.untie_embeddings_and_output_weights,
+        rms_norm=args.normalization == "RMSNorm",
+        qk_layernorm=bool(args.qk_layernorm),
+        linear_bias=bool(args.add_bias_linear),
+        qkv_bias=bool(args.add_qkv_bias),
+        learned_positions=args.max_position_embeddings if learned else None,
+        sequence_parallel=bool(args.sequence_parallel),
+        layers_in_first_stage=args.decoder_first_pipeline_num_layers,
+        layers_in_last_stage=args.decoder_last_pipeline_num_layers,
+        parameter_bytes=2 if low_precision else 4,
+        gradient_bytes=4 if not low_precision or args.accumulate_allreduce_grads_in_fp32 else 2,
+        distributed_optimizer=bool(args.use_distributed_optimizer),
+    )
+
+
+def home_of(args: Any) -> Strategy:
+    """The strategy of the command line."""
+    return Strategy.from_world(
+        args.world_size,
+        tp=args.tensor_model_parallel_size,
+        cp=args.context_parallel_size,
+        pp=args.pipeline_model_parallel_size,
+    )
+
+
+def _padded_vocab_size(args: Any) -> int:
+    """Home's padded vocabulary, as stock Megatron computes it."""
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
+    from megatron.training.vocab_utils import calculate_padded_vocab_size
+
+    return calculate_padded_vocab_size(
+        args.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size, logging_enabled=False
+    )

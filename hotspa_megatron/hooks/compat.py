@@ -1,0 +1,101 @@
+"""What differs between the supported versions of Megatron, checked by signature at start.
+
+Every other file of this room calls Megatron through names that are the same in all of them, or through this one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from hotspa_megatron.strategy import Strategy
+
+OLDEST = (0, 17)
+
+UNEVEN_PIPELINE_ARGUMENTS = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Arguments that make home's pipeline stages uneven; absent ones do not exist in the version at hand."""
+
+UNEVEN_PIPELINE_FIELDS = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""The same as fields of TransformerConfig."""
+
+TENSOR_PARALLEL_FIELDS = (
+    "tensor_model_parallel_size",
+    "tensor_parallel_num_weight_shards",
+    "expert_tensor_parallel_size",
+    "expert_tensor_parallel_num_weight_shards",
+)
+"""The tensor-parallel sizes, as arguments and as fields of TransformerConfig.
+
+From 0.19 on Megatron derives a weight-rematerialisation axis as shards // tp: they must all switch together.
+"""
+
+
+def version() -> str:
+    from megatron.core.package_info import __version__
+
+    return str(__version__)
+
+
+def check_version() -> None:
+    """Raise ValueError for a Megatron that is older than supported or whose hooked functions have other parameters."""
+    numbers = tuple(int(part) for part in version().split(".")[:2])
+    if numbers < OLDEST:
+        raise ValueError(
+            f"megatron-core {version()} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest supported; upgrade it"
+        )
+    from megatron.training import training
+
+    needed = {
+        "train_step": ("forward_step_func", "data_iterator", "model", "optimizer", "config", "forward_backward_func"),
+        "build_train_valid_test_datasets": ("build_train_valid_test_datasets_provider",),
+        "build_pretraining_data_loader": ("dataset", "consumed_samples"),
+        "setup_model_and_optimizer": ("model_type",),
+        "dummy_train_step": ("data_iterator",),
+    }
+    for name, parameters in needed.items():
+        found = inspect.signature(getattr(training, name)).parameters
+        missing = [each for each in parameters if each not in found]
+        if missing:
+            raise ValueError(
+                f"megatron-core {version()}: training.{name} has no parameter {', '.join(missing)}; "
+                "this version of hotspa_megatron does not know it"
+            )
+
+
+def process_groups() -> Any:
+    """Megatron's ProcessGroupCollection of the active parallel state."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def initialize_model_parallel(strategy: Strategy, args: Any, *, embedding_ranks: Any, position_ranks: Any) -> None:
+    """Megatron's own initialisation for ``strategy``; options come from the command line's ``args``.
+
+    No gloo twins: only checkpoints use them, and those are home's.
+    """
+    from megatron.core import parallel_state
+
+    options = {
+        "pipeline_model_parallel_comm_backend": args.pipeline_model_parallel_comm_backend,
+        "context_parallel_size": strategy.cp,
+        "distributed_timeout_minutes": args.distributed_timeout_minutes,
+        "nccl_communicator_config_path": args.nccl_communicator_config_path,
+        "order": "tp-cp-ep-dp-pp",
+        "get_embedding_ranks": embedding_ranks,
+        "get_position_embedding_ranks": position_ranks,
+        "create_gloo_process_groups": False,
+    }
+    parallel_state.initialize_model_parallel(strategy.tp, strategy.pp, None, **options)

@@ -1,0 +1,556 @@
+"""One training step under several strategies, in the place of Megatron's forward_backward_func.
+
+The order is fixed: guest segments, sibling segments, home's; then home's gradients are finished, the guests' are added
+once, and everything is divided once by the step's valid tokens. Each segment runs Megatron's own schedule with the
+user's own forward_step. All of it is one forward-backward pass to Megatron's rerun machine and NaN checks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hotspa_megatron.hooks import get_batch
+from hotspa_megatron.hooks.data import SegmentIterator, Step, StepBatch, StepLoader, padding_fraction
+from hotspa_megatron.hooks.model import (
+    Guest,
+    LogicalModel,
+    check_against,
+    home_modules_under,
+    local_tensors,
+    owned_gradients,
+)
+from hotspa_megatron.hooks.parallel_state import ParallelStates, random_state_of
+from hotspa_megatron.planning.reshard_plan import ReshardPlan, plan_reshard
+from hotspa_megatron.planning.step_plan import Segment, StepPlanner
+from hotspa_megatron.runtime.executor import PendingReshard, begin, execute
+from hotspa_megatron.runtime.transport import Transport
+from hotspa_megatron.strategy import Kind, Strategy
+
+
+@dataclass(frozen=True)
+class Move:
+    """A switch or a fold as it was carried out. ``num_bytes`` and ``messages``: over all ranks; ``seconds``: this rank's."""
+
+    source: str
+    destination: str
+    num_bytes: int
+    messages: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.source} -> {self.destination}: {self.num_bytes / 2**20:.1f} MiB sent, {self.messages} messages, "
+            f"{self.seconds * 1e3:.0f} ms"
+        )
+
+
+@dataclass
+class StepRecord:
+    """What one step did, for logs and reports. ``losses``: total and valid tokens per key of the user's loss report."""
+
+    switches: list[Move] = field(default_factory=list)
+    folds: list[Move] = field(default_factory=list)
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    losses: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+class StepRunner:
+    """Runs steps over home's model and the guests. One per job; collective calls throughout.
+
+    ``model`` is home's list of DDP-wrapped chunks, ``guests`` the built guests by strategy. ``args`` is Megatron's
+    argument namespace.
+    """
+
+    def __init__(
+        self,
+        *,
+        args: Any,
+        states: ParallelStates,
+        planner: StepPlanner,
+        logical: LogicalModel,
+        model: Sequence[Any],
+        guests: dict[Strategy, Guest],
+        transport: Transport,
+        check_plans: bool,
+        log: Callable[[str], None],
+    ) -> None:
+        self._args, self._states, self._planner = args, states, planner
+        self._model, self._guests = list(model), guests
+        self._transport, self._check_plans, self._log = transport, check_plans, log
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        home = states.home.strategy
+        self._layout = logical.layout(home, logical.home_layers)
+        self._parameters = local_tensors(model, logical)
+        check_against(self._layout, self._parameters, self._rank)
+        self._owned = owned_gradients(model, self._layout, self._parameters)
+        self._switch_plans: dict[tuple[Strategy | None, Strategy], ReshardPlan] = {}
+        self._fold_plans: dict[Strategy, ReshardPlan] = {}
+        self._parameter_dtype = _single_dtype("parameters", (p.dtype for p in self._parameters.values()))
+        self._gradient_dtype = _single_dtype("gradients", (p.main_grad.dtype for p in self._parameters.values()))
+        self._report_keys: tuple[str, ...] | None = None
+        self._seen_switches: set[tuple[str, str]] = set()
+
+    # ------------------------------------------------------------------------------------------------------- the step
+
+    def run(
+        self, *, forward_step_func: Callable[..., Any], step: Step, loader: StepLoader, **options: Any
+    ) -> tuple[list[Any], StepRecord]:
+        """Forward and backward of a whole step; gradients end at home, divided by the step's valid tokens.
+
+        ``options`` are those of Megatron's schedules. Returns what the training loop expects of a schedule (one loss
+        report on home's last pipeline stage, else none) and the record of the step.
+        """
+        if self._check_plans:
+            self._compare_plans(step)
+        self._sync_home_parameters(step)
+        record, tally, folds = StepRecord(), _Tally(), []
+        home_config = _config(self._model)
+        finalize = home_config.finalize_model_grads_func
+        home_runs_last = _HomeSchedule(self._model, step)
+        resident: Guest | None = None
+        for position, segment in enumerate(step.plan.segments):
+            iterator = self._iterator(step, segment, loader)
+            record.segments.append(_describe(segment, step))
+            if segment.kind is Kind.GUEST:
+                guest = self._guests[segment.strategy]
+                if resident is not guest:
+                    # Both hold valid parameters until the next guest has its own.
+                    record.switches.append(self._switch(resident, guest))
+                    if resident is not None:
+                        resident.release_parameters()
+                    resident = guest
+                with self._segment(segment, position, guest.config, home_config):
+                    reports = self._schedule(forward_step_func, guest.model, iterator, tally, **options)
+                    self._finish_guest(guest)
+                    tally.add(reports, self._reports_loss(segment.strategy))
+                pending, move = self._begin_fold(guest)
+                folds.append((pending, move))
+                guest.release_gradients()
+                continue
+            if resident is not None:
+                resident.release_parameters()
+                resident = None
+            with home_runs_last.accumulating(segment), self._segment(segment, position, home_config, home_config):
+                reports = self._schedule(forward_step_func, self._model, iterator, tally, **options)
+                tally.add(reports, self._reports_loss(segment.strategy))
+        if resident is not None:
+            resident.release_parameters()
+        home_runs_last.start_what_did_not_run()
+        totals = self._sum_reports(tally)
+        self._finish_home(finalize, options)
+        for pending, move in folds:
+            started = time.perf_counter()
+            pending.finish()
+            record.folds.append(Move(move.source, move.destination, move.num_bytes, move.messages,
+                                     move.seconds + time.perf_counter() - started))  # fmt: skip
+        tokens = totals.pop(_TOKENS)[1]
+        self._scale(tokens)
+        record.losses = totals
+        return self._report(totals), record
+
+    def _finish_home(self, finalize: Callable[..., None] | None, options: dict[str, Any]) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        (finalize or finalize_model_grads)(
+            self._model,
+            None,
+            pg_collection=self._states.home.groups,
+            force_all_reduce=options.get("force_all_reduce", False),
+        )
+
+    def _finish_guest(self, guest: Guest) -> None:
+        """The guest's own sums: data parallelism, sequence-parallel norms, both copies of tied embeddings."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads(guest.model, None, pg_collection=guest.state.groups)
+
+    def _scale(self, tokens: float) -> None:
+        # A step without valid tokens has zero gradients; dividing them by one leaves them so.
+        scale = 1.0 / max(tokens, 1.0)
+        for chunk in self._model:
+            chunk.scale_gradients(scale)
+
+    @contextlib.contextmanager
+    def _segment(self, segment: Segment, position: int, config: Any, home_config: Any) -> Iterator[None]:
+        """Everything that must stand while a segment's schedule runs, and must not afterwards."""
+        strategy, home = segment.strategy, self._states.home
+        with contextlib.ExitStack() as stack:
+            state = stack.enter_context(self._states.activate(strategy))
+            stack.enter_context(_schedule_hooks_off(config, home_config))
+            if segment.kind is Kind.SIBLING and state is not home:
+                stack.enter_context(home_modules_under(self._model, home, state))
+            if segment.kind is not Kind.HOME:
+                stack.enter_context(
+                    random_state_of(
+                        strategy, rank=self._rank, seed=self._args.seed,
+                        iteration=getattr(self._args, "curr_iteration", None) or 0, segment=position,
+                    )
+                )  # fmt: skip
+            get_batch.mark_segment(True)
+            try:
+                yield
+            finally:
+                get_batch.mark_segment(False)
+
+    def _schedule(
+        self,
+        forward_step_func: Callable[..., Any],
+        model: list[Any],
+        iterator: SegmentIterator,
+        tally: _Tally,
+        **options: Any,
+    ) -> list[Any]:
+        """Megatron's own schedule over this rank's micro-batches; a replica without any runs nothing."""
+        if not len(iterator):
+            return []
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        config = _config(model)
+        previous, config.finalize_model_grads_func = config.finalize_model_grads_func, tally.count_tokens
+        try:
+            return list(
+                get_forward_backward_func()(
+                    forward_step_func=_checked(forward_step_func),
+                    data_iterator=iterator,
+                    model=model,
+                    num_microbatches=len(iterator),
+                    seq_length=iterator.total_tokens,
+                    micro_batch_size=1,
+                    decoder_seq_length=iterator.total_tokens,
+                    forward_only=False,
+                    force_all_reduce=options.get("force_all_reduce", False),
+                )
+            )
+        finally:
+            config.finalize_model_grads_func = previous
+
+    def _iterator(self, step: Step, segment: Segment, loader: StepLoader) -> SegmentIterator:
+        alignment = self._planner.groups[segment.group].alignment
+        at = segment.strategy.coordinates(self._rank)
+        return SegmentIterator(step, segment, loader.corpus, at, alignment)
+
+    # -------------------------------------------------------------------------------------------- parameters and folds
+
+    def _switch(self, resident: Guest | None, guest: Guest) -> Move:
+        started = time.perf_counter()
+        key = (resident.state.strategy if resident else None, guest.state.strategy)
+        plan = self._switch_plan(*key)
+        guest.materialise()
+        sources: list[dict[int, Any]] = [self._parameters]
+        if resident is not None:
+            sources.append(resident.parameters)
+        execute(
+            plan.for_rank(self._rank), sources=sources, destination=guest.parameters, transport=self._transport,
+            accumulate=False, dtype=self._parameter_dtype,
+        )  # fmt: skip
+        source = resident.state.strategy if resident else self._states.home.strategy
+        move = Move(
+            str(source), str(guest.state.strategy), plan.total_bytes, len(plan.messages), time.perf_counter() - started
+        )
+        if (move.source, move.destination) not in self._seen_switches:
+            self._seen_switches.add((move.source, move.destination))
+            self._log(f"switch {move}")
+        return move
+
+    def _switch_plan(self, resident: Strategy | None, guest: Strategy) -> ReshardPlan:
+        if (resident, guest) not in self._switch_plans:
+            sources = [self._layout] + ([self._guests[resident].layout] if resident else [])
+            size = self._parameter_dtype.itemsize
+            self._switch_plans[resident, guest] = plan_reshard(sources, self._guests[guest].layout, itemsize=size)
+        return self._switch_plans[resident, guest]
+
+    def _begin_fold(self, guest: Guest) -> tuple[PendingReshard, Move]:
+        """Send the guest's finished gradients to the ranks that own them at home; they are added after home's own."""
+        started = time.perf_counter()
+        plan = self._fold_plan(guest.state.strategy)
+        pending = begin(
+            plan.for_rank(self._rank), sources=[guest.gradients], destination=self._home_gradients(),
+            transport=self._transport, accumulate=True, dtype=self._gradient_dtype,
+        )  # fmt: skip
+        return pending, Move(
+            str(guest.state.strategy), str(self._states.home.strategy), plan.total_bytes, len(plan.messages),
+            time.perf_counter() - started,
+        )  # fmt: skip
+
+    def _fold_plan(self, guest: Strategy) -> ReshardPlan:
+        if guest not in self._fold_plans:
+            size = self._gradient_dtype.itemsize
+            self._fold_plans[guest] = plan_reshard([self._guests[guest].layout], self._owned, itemsize=size)
+        return self._fold_plans[guest]
+
+    def _home_gradients(self) -> dict[int, torch.Tensor]:
+        return {index: parameter.main_grad for index, parameter in self._parameters.items()}
+
+    def _sync_home_parameters(self, step: Step) -> None:
+        """Complete an overlapped parameter all-gather that this step would read past, or enter on some ranks only.
+
+        Megatron starts it in the first forward of home's modules. A guest's switch reads the parameters before that, and
+        a replica without micro-batches has no forward at all while its peers would wait for it.
+        """
+        segments = step.plan.segments
+        first = segments[0] if segments else None
+        if first is not None and first.kind is not Kind.GUEST and all(first.micro_batches):
+            return
+        for chunk in self._model:
+            if not chunk.ddp_config.overlap_param_gather or not chunk.remove_forward_pre_hook_handles:
+                continue
+            with torch.no_grad():
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    if group.param_gather_handle is not None or not group.param_gather_dispatched:
+                        group.start_param_sync(force_sync=True)
+
+    # --------------------------------------------------------------------------------------------------------- reports
+
+    def _reports_loss(self, strategy: Strategy) -> bool:
+        """Whether this rank's loss reports count: once per token, so only tp 0 of the last stage."""
+        at = strategy.coordinates(self._rank)
+        return at.pp == strategy.pp - 1 and at.tp == 0
+
+    def _sum_reports(self, tally: _Tally) -> dict[str, tuple[float, float]]:
+        """Sum every key's (total, tokens) over the world, once per step; ``_TOKENS`` holds the valid tokens.
+
+        Ranks that never are a last stage do not know the keys: they learn them in the first step that has any.
+        """
+        keys = self._report_keys
+        if keys is None:
+            gathered: list[Any] = [None] * self._world
+            dist.all_gather_object(gathered, tuple(tally.sums))
+            keys = tuple(sorted({key for each in gathered for key in each}))
+            if keys:
+                self._report_keys = keys
+        unknown = sorted(set(tally.sums) - set(keys))
+        if unknown:
+            raise RuntimeError(f"the loss report has a new key {unknown[0]!r}; its keys must be the same in every step")
+        zero = (0.0, 0.0)
+        rows = [tally.sums.get(key, zero) for key in keys] + [(0.0, tally.tokens)]
+        values = torch.tensor(rows, dtype=torch.float64).cuda()
+        dist.all_reduce(values)
+        sums = [(float(total), float(tokens)) for total, tokens in values.tolist()]
+        return dict(zip((*keys, _TOKENS), sums, strict=True))
+
+    def _report(self, totals: dict[str, tuple[float, float]]) -> list[Any]:
+        """One report on every rank of home's last stage: the training loop then sums it over home's dp x cp ranks."""
+        home = self._states.home.strategy
+        if home.coordinates(self._rank).pp != home.pp - 1:
+            return []
+        share = home.dp * home.cp
+        return [
+            {
+                key: torch.tensor([total / share, tokens / share], dtype=torch.float64).cuda()
+                for key, (total, tokens) in totals.items()
+            }
+        ]
+
+    def _compare_plans(self, step: Step) -> None:
+        """Raise RuntimeError on every rank, naming the ranks that differ, where ranks planned different steps."""
+        own = torch.tensor([step.plan.digest()], dtype=torch.int64).cuda()
+        everyone = [torch.zeros_like(own) for _ in range(self._world)]
+        dist.all_gather(everyone, own)
+        digests = [int(each.item()) for each in everyone]
+        common = max(set(digests), key=lambda digest: (digests.count(digest), -digests.index(digest)))
+        different = [rank for rank, digest in enumerate(digests) if digest != common]
+        if different:
+            raise RuntimeError(
+                f"ranks {', '.join(map(str, different))} planned another step than the others (samples "
+                f"{step.batch.first_sample} to {step.batch.first_sample + step.batch.samples - 1}): their data or "
+                "configuration differs"
+            )
+
+
+_TOKENS = ""
+"""Key of the valid tokens in ``StepRunner._sum_reports``; no loss report can use it."""
+
+
+class _Tally:
+    """Loss reports and valid tokens of this rank's segments, summed in double precision."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, tuple[float, float]] = {}
+        self.tokens = 0.0
+        self._last = 0.0
+
+    def count_tokens(self, model: Any, num_tokens: Any = None, **_: Any) -> None:
+        """In the place of finalize_model_grads while a segment runs: only note the tokens that the schedule counted."""
+        self._last = float(num_tokens) if num_tokens is not None else 0.0
+
+    def add(self, reports: list[Any], counts: bool) -> None:
+        """Take in a segment's reports (one dict per micro-batch) where this rank's count."""
+        tokens, self._last = self._last, 0.0
+        if not counts:
+            return
+        self.tokens += tokens
+        for key in reports[0] if reports else ():
+            values = [report[key].detach() for report in reports]
+            if values[0].numel() != 2:
+                raise ValueError(
+                    f"the loss report's {key!r} has {values[0].numel()} elements; return [sum, tokens] of two, as "
+                    "Megatron's own loss function does"
+                )
+            total, count = torch.stack([value.double().view(2) for value in values]).sum(0).tolist()
+            before = self.sums.get(key, (0.0, 0.0))
+            self.sums[key] = (before[0] + total, before[1] + count)
+
+
+class _HomeSchedule:
+    """Keeps home's overlapped gradient reduction right when several schedule calls accumulate into home's gradients.
+
+    DDP starts a reduction inside the backward of what it takes for the last micro-batch. So all but the step's last
+    home-layout segment run without synchronisation; so does the last one where some replica has nothing to run, since
+    ranks would start their buckets at different points. What was not started inside a backward is started afterwards,
+    on all ranks in the same order.
+    """
+
+    def __init__(self, model: Sequence[Any], step: Step) -> None:
+        self._model = list(model)
+        self._overlap = any(chunk.ddp_config.overlap_grad_reduce for chunk in model)
+        on_home = [segment for segment in step.plan.segments if segment.kind is not Kind.GUEST]
+        last = on_home[-1] if on_home else None
+        # A sibling's replicas are other ranks than home's, but idle is idle.
+        self._reducing = last if last is not None and all(last.micro_batches) else None
+
+    @contextlib.contextmanager
+    def accumulating(self, segment: Segment) -> Iterator[None]:
+        if not self._overlap:
+            yield
+            return
+        config = _config(self._model)
+        with contextlib.ExitStack() as stack:
+            if segment is not self._reducing:
+                # no_sync is not re-entrant: the schedule must not use it inside.
+                for chunk in self._model:
+                    stack.enter_context(chunk.no_sync())
+                stack.enter_context(_replaced(config, no_sync_func=None, grad_sync_func=None))
+            yield
+
+    def start_what_did_not_run(self) -> None:
+        """Start the reduction of every bucket that no backward started."""
+        if not self._overlap or self._reducing is not None:
+            return
+        for chunk in self._model:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                # Until DDP has seen its first full backward, finish_grad_sync starts them itself.
+                if not getattr(group, "is_first_batch", False):
+                    group.start_grad_sync()
+
+
+@contextlib.contextmanager
+def _schedule_hooks_off(config: Any, home_config: Any) -> Iterator[None]:
+    """A guest's configuration follows home's loss scale and timers; on home itself nothing changes."""
+    if config is home_config:
+        yield
+        return
+    with _replaced(config, grad_scale_func=home_config.grad_scale_func, timers=home_config.timers):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(config: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(config, name) for name in values}
+    for name, value in values.items():
+        setattr(config, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+
+def _config(model: Sequence[Any]) -> Any:
+    from megatron.core.utils import get_model_config
+
+    return get_model_config(model[0])
+
+
+def _checked(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a loss function without a token count: its sum over micro-batches of any size would be meaningless."""
+
+    @functools.wraps(forward_step_func)
+    def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        output, loss_func = forward_step_func(data_iterator, model, *args, **kwargs)
+
+        def counted(*loss_args: Any, **loss_kwargs: Any) -> Any:
+            result = loss_func(*loss_args, **loss_kwargs)
+            if len(result) != 3:
+                raise ValueError(
+                    f"the loss function returns {len(result)} values; return (loss sum, number of tokens, report), as "
+                    "Megatron's own does: a mean per micro-batch cannot be put together exactly"
+                )
+            return result
+
+        return output, counted
+
+    return forward_step
+
+
+def _single_dtype(what: str, dtypes: Iterator[torch.dtype]) -> torch.dtype:
+    found = sorted(set(dtypes), key=str)
+    if len(found) != 1:
+        raise ValueError(f"home's {what} have several dtypes ({', '.join(map(str, found))}); one is supported")
+    return found[0]
+
+
+def _describe(segment: Segment, step: Step) -> dict[str, Any]:
+    ids = [i for batches in segment.micro_batches for batch in batches for i in batch]
+    return {
+        "strategy": str(segment.strategy),
+        "kind": str(segment.kind),
+        "sequences": segment.sequences,
+        "micro_batches": sum(len(batches) for batches in segment.micro_batches),
+        "tokens": sum(step.plan.lengths[i] for i in ids),
+    }
+
+
+class StepLog:
+    """Writes one JSON object per step to a file, on the rank that has it open."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+
+    def write(self, iteration: int, step: Step, planner: StepPlanner, record: StepRecord, seconds: float) -> None:
+        total, tokens = next(iter(record.losses.values()), (0.0, 0.0))
+
+        def moved(move: Move) -> dict[str, Any]:
+            return {"from": move.source, "to": move.destination, "bytes": move.num_bytes, "messages": move.messages,
+                    "seconds": move.seconds}  # fmt: skip
+
+        entry = {
+            "iteration": iteration,
+            "loss": total / max(tokens, 1.0),
+            "tokens": int(tokens),
+            "padding_fraction": padding_fraction(step, planner),
+            "step_s": seconds,
+            "segments": record.segments,
+            "switches": [moved(move) for move in record.switches],
+            "folds": [moved(move) for move in record.folds],
+        }
+        self._file.write(json.dumps(entry) + "\n")
+
+
+def count_work(step: Step, states: ParallelStates, rank: int, update: Callable[[torch.Tensor], None]) -> None:
+    """Feed Megatron's throughput line with the step's real sequence lengths, each counted once.
+
+    Megatron sums over the world and divides by home's tp x cp x pp, so home's data-parallel ranks share the sequences.
+    """
+    home = states.home.strategy
+    own = step.plan.lengths[home.coordinates(rank).dp :: home.dp]
+    boundaries = torch.zeros(len(own) + 1, dtype=torch.int64)
+    boundaries[1:] = torch.tensor(own, dtype=torch.int64).cumsum(0)
+    # Ranks without a sequence still count: the training loop's sum over the world must meet on all of them.
+    update(boundaries.cuda() if own else torch.zeros(2, dtype=torch.int64).cuda())
+
+
+def step_of(batch: Any, loader: StepLoader) -> Step:
+    """The step that the training iterator asked for. TypeError where the iterator is not ours."""
+    if not isinstance(batch, StepBatch):
+        raise TypeError(f"the training iterator yielded {type(batch).__name__}, not a step of ours")
+    return loader.step(batch)

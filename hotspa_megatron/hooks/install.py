@@ -1,0 +1,376 @@
+"""Every name of Megatron that is replaced, in one place, and the way back.
+
+Without ``--hotspa-config`` each replacement calls the original and does nothing else. With it, the training loop stays
+Megatron's own: only where the step's data and its forward-backward pass come from changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from hotspa_megatron.config import ResolvedConfig, load_config, resolve
+from hotspa_megatron.hooks import arguments, compat, get_batch
+from hotspa_megatron.hooks.data import StepLoader, corpus_from, describe_batch_size, first_rank_of_every_group
+from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunner, count_work
+from hotspa_megatron.hooks.model import Guest, build_guest, builder_for, read_home
+from hotspa_megatron.hooks.parallel_state import ParallelStates, recording_groups
+from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.planning.step_plan import StepPlanner
+from hotspa_megatron.runtime.attention import PackedDotProductAttention, make_norm
+from hotspa_megatron.runtime.group_pool import GroupPool
+from hotspa_megatron.runtime.transport import BatchedTransport
+from hotspa_megatron.strategy import Kind, Strategy
+
+STEP_LOG_VARIABLE = "HOTSPA_STEP_LOG"
+"""Environment variable: the file to which rank 0 writes one JSON object per step."""
+
+_patches = Patches()
+_session: Session | None = None
+
+
+def install() -> None:
+    """Replace Megatron's names; a second call does nothing.
+
+    Raises ValueError where this Megatron is not supported. Imports megatron.training, so a CPU stand-in comes first.
+    """
+    if _patches.replaced:
+        return
+    compat.check_version()
+    from megatron.training import arguments as megatron_arguments
+    from megatron.training import training
+
+    _patches.wrap(megatron_arguments, "add_megatron_arguments", _add_flag)
+    _patches.wrap(megatron_arguments, "validate_args", _check_flags_first)
+    _patches.wrap(training, "initialize_megatron", _plan_before_and_create_groups_after)
+    _patches.wrap(training, "setup_model_and_optimizer", _build_guests_after)
+    _patches.wrap(training, "build_train_valid_test_data_iterators", _read_documents_on_every_rank)
+    _patches.wrap(training, "build_train_valid_test_datasets", _ask_provider_once)
+    _patches.wrap(training, "build_pretraining_data_loader", _serve_steps)
+    _patches.wrap(training, "train_step", _train_under_several_strategies)
+    _patches.wrap(training, "dummy_train_step", _skip_one_step)
+
+
+def uninstall() -> None:
+    """Restore every replaced name, those replaced while a job ran included."""
+    global _session
+    _session = None
+    _patches.undo_all()
+
+
+def replaced() -> tuple[str, ...]:
+    """The names that stand replaced now."""
+    return _patches.replaced
+
+
+class Session:
+    """What one job under the flag holds between the hooks, filled in as Megatron starts up."""
+
+    def __init__(self, args: Any, resolved: ResolvedConfig) -> None:
+        self.args = args
+        self.resolved = resolved
+        self.planner = StepPlanner.from_resolved(resolved)
+        self.pool = GroupPool()
+        self.states: ParallelStates | None = None
+        self.transport: BatchedTransport | None = None
+        self.runner: StepRunner | None = None
+        self.train_dataset: Any = None
+        self.loader: StepLoader | None = None
+        path = os.environ.get(STEP_LOG_VARIABLE)
+        self.log = StepLog(Path(path)) if path and args.rank == 0 else None
+
+    @property
+    def guests(self) -> list[Strategy]:
+        """Guest strategies, each once, in the order of the file."""
+        return list(dict.fromkeys(s.strategy for s in self.resolved.strategies if s.kind is Kind.GUEST))
+
+
+def _say(line: str) -> None:
+    from megatron.training.utils import print_rank_0
+
+    print_rank_0(f"hotspa: {line}")
+
+
+def _refuse(error: Exception) -> NoReturn:
+    """End this rank with one line and exit code 2, before any process group exists.
+
+    Rank 0 speaks for all. Another rank speaks only if rank 0 had nothing to say: the launcher ends it before otherwise.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if rank:
+        time.sleep(3)
+    sys.stderr.write(f"hotspa: {f'rank {rank}: ' if rank else ''}{error}\n")
+    sys.stderr.flush()
+    raise SystemExit(2)
+
+
+# ------------------------------------------------------------------------------------------------- arguments, start-up
+
+
+def _add_flag(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: Any) -> Any:
+        return arguments.add_flag(original(parser))
+
+    return add_megatron_arguments
+
+
+def _check_flags_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **options: Any) -> Any:
+        if not getattr(args, "hotspa_config", None):
+            return original(args, *rest, **options)
+        try:
+            arguments.check_flags(args)
+            load_config(args.hotspa_config)
+        except ValueError as error:
+            _refuse(error)
+        # Sums over strategies of any size only add up when each is a sum: one division per step, by its valid tokens.
+        args.calculate_per_token_loss = True
+        return original(args, *rest, **options)
+
+    return validate_args
+
+
+def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_megatron(*positional: Any, **options: Any) -> Any:
+        global _session
+        from megatron.training import get_args
+
+        args = get_args()
+        if not getattr(args, "hotspa_config", None):
+            return original(*positional, **options)
+        try:
+            # Again, now that defaults and the tokenizer are known.
+            arguments.check_flags(args)
+            config = load_config(args.hotspa_config)
+            resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
+        except ValueError as error:
+            _refuse(error)
+        session = Session(args, resolved)
+        if args.transformer_impl == "local":
+            _replace_local_modules()
+        with recording_groups(session.pool):
+            result = original(*positional, **options)
+        _compare_configurations(session)
+        bound = inspect.signature(original).bind(*positional, **options).arguments
+        session.states = ParallelStates(
+            resolved.home.strategy, args, session.pool,
+            embedding_ranks=bound.get("get_embedding_ranks"), position_ranks=bound.get("get_position_embedding_ranks"),
+        )  # fmt: skip
+        for each in resolved.strategies:
+            session.states.create(each.strategy)
+        session.pool.seal()
+        # A group of its own: Megatron's pipelines send point to point, too, and messages must not meet.
+        session.transport = BatchedTransport(dist.new_group(list(range(dist.get_world_size()))))
+        _session = session
+        for each in (*resolved.strategies, resolved.home):
+            _say(
+                f"up to {each.max_length:,} tokens: {each.strategy} ({each.kind}), {each.tokens_per_microbatch:,} tokens per "
+                "micro-batch"
+            )
+        return result
+
+    return initialize_megatron
+
+
+def _compare_configurations(session: Session) -> None:
+    """Raise RuntimeError on every rank where ranks were given different configurations."""
+    own = (session.resolved.config.digest(), repr(session.resolved.shape), compat.version())
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    for item, name in enumerate(("--hotspa-config file", "model arguments", "megatron-core version")):
+        different = [rank for rank, each in enumerate(gathered) if each[item] != gathered[0][item]]
+        if different:
+            raise RuntimeError(f"the {name} of rank {', '.join(map(str, different))} differs from rank 0's")
+
+
+def _replace_local_modules() -> None:
+    """Packed attention with context parallelism, and norms under sequence parallelism, for --transformer-impl local."""
+    import contextlib
+
+    from megatron.core.models import backends
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+    from megatron.core.transformer import torch_norm
+    from megatron.training.models import gpt
+
+    @contextlib.contextmanager
+    def model_parallel_numbers() -> Any:
+        with get_cuda_rng_tracker().fork():
+            yield
+
+    class Attention(PackedDotProductAttention):
+        rng_fork = staticmethod(model_parallel_numbers)
+
+    def norm(original: Any) -> Any:
+        def new(cls: Any, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> Any:
+            if not config.sequence_parallel:
+                return original(cls, config, hidden_size, eps, **options)
+            return make_norm(config, hidden_size, eps)
+
+        return new
+
+    _patches.set(backends, "DotProductAttention", Attention)
+    _patches.set(gpt, "MCoreDotProductAttention", Attention)
+    _patches.set(torch_norm.WrappedTorchNorm, "__new__", norm(torch_norm.WrappedTorchNorm.__new__))
+
+
+def _build_guests_after(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*positional: Any, **options: Any) -> Any:
+        result = original(*positional, **options)
+        session, model = _session, result[0]
+        if session is None or result[1] is None:  # without an optimizer nothing is trained
+            return result
+        assert session.states is not None and session.transport is not None
+        bound = signature.bind(*positional, **options).arguments
+        build = builder_for(
+            session.args, cfg_container=bound.get("cfg_container"), model_provider=bound.get("model_provider_func"),
+            model_type=bound.get("model_type"),
+        )  # fmt: skip
+        home = session.resolved.home.strategy
+        logical = read_home(model, home)
+        layers = {s.strategy: s.layers for s in session.resolved.strategies}
+        guests: dict[Strategy, Guest] = {
+            strategy: build_guest(session.states, strategy, logical, layers[strategy], build)
+            for strategy in session.guests
+        }
+        session.runner = StepRunner(
+            args=session.args, states=session.states, planner=session.planner, logical=logical, model=model, guests=guests,
+            transport=session.transport, check_plans=session.resolved.config.check_plans, log=_say,
+        )  # fmt: skip
+        return result
+
+    return setup_model_and_optimizer
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def _read_documents_on_every_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_train_valid_test_data_iterators(provider: Any) -> Any:
+        if _session is None:
+            return original(provider)
+        with first_rank_of_every_group():
+            return original(provider)
+
+    return build_train_valid_test_data_iterators
+
+
+def _ask_provider_once(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_train_valid_test_datasets(provider: Any, *rest: Any, **options: Any) -> Any:
+        session = _session
+        if session is None:
+            return original(provider, *rest, **options)
+
+        def with_one_training_sample(sizes: Any) -> Any:
+            # Megatron would build an index of all chunks of the run; documents need none.
+            return provider(type(sizes)((1, *sizes[1:])) if isinstance(sizes, (list, tuple)) else sizes)
+
+        train, valid, test = original(with_one_training_sample, *rest, **options)
+        if session.args.skip_train:
+            return train, valid, test
+        session.train_dataset = train
+        session.loader = _loader(session, train)
+        return train, valid, test
+
+    return build_train_valid_test_datasets
+
+
+def _loader(session: Session, train: Any) -> StepLoader:
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+    args = session.args
+    corpus = corpus_from(train)
+    _say(describe_batch_size(corpus, global_batch_size=args.global_batch_size, seq_length=args.seq_length))
+    return StepLoader(
+        corpus, session.planner, seed=args.seed, seq_length=args.seq_length, overlong=session.resolved.config.overlong,
+        position=lambda: (args.consumed_train_samples, get_current_global_batch_size()),
+    )  # fmt: skip
+
+
+def _serve_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def build_pretraining_data_loader(dataset: Any, *rest: Any, **options: Any) -> Any:
+        if _session is None or dataset is None or dataset is not _session.train_dataset:
+            return original(dataset, *rest, **options)
+        return _session.loader
+
+    return build_pretraining_data_loader
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train_step(*positional: Any, **options: Any) -> Any:
+        session = _session
+        if session is None:
+            return original(*positional, **options)
+        runner, loader, states = session.runner, session.loader, session.states
+        assert runner is not None and loader is not None and states is not None
+        bound = signature.bind(*positional, **options)
+        get_batch.serve(bound.arguments["forward_step_func"], _patches, adapter=session.resolved.config.get_batch)
+        done: list[tuple[Any, StepRecord]] = []
+
+        def forward_backward(*, forward_step_func: Any, data_iterator: Any, **schedule_options: Any) -> Any:
+            step = loader.step(next(data_iterator))
+            reports, record = runner.run(
+                forward_step_func=forward_step_func, step=step, loader=loader,
+                force_all_reduce=schedule_options.get("force_all_reduce", False),
+            )  # fmt: skip
+            done[:] = [(step, record)]
+            return reports
+
+        bound.arguments["forward_backward_func"] = forward_backward
+        started = time.perf_counter()
+        result = original(*bound.args, **bound.kwargs)
+        if done:
+            step, record = done[0]
+            _count_work(step, states)
+            if session.log is not None:
+                session.log.write(
+                    session.args.curr_iteration + 1, step, session.planner, record, time.perf_counter() - started
+                )
+        return result
+
+    return train_step
+
+
+def _count_work(step: Any, states: ParallelStates) -> None:
+    from megatron.training import training
+
+    update = getattr(training, "update_seqlen_stats_from_cu_seqlens", None)
+    if update is not None:  # from 0.18 on
+        count_work(step, states, dist.get_rank(), update)
+
+
+def _skip_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def dummy_train_step(data_iterator: Any) -> None:
+        if _session is None:
+            original(data_iterator)
+            return
+        from megatron.core.rerun_state_machine import get_rerun_state_machine
+
+        machine = get_rerun_state_machine()
+        while machine.should_run_forward_backward(data_iterator):
+            next(data_iterator)
+
+    return dummy_train_step

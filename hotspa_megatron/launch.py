@@ -1,0 +1,68 @@
+"""Run an unmodified Megatron-LM training script with the hooks installed: no source change.
+
+    torchrun --nproc-per-node 8 -m hotspa_megatron.launch pretrain_gpt.py ARGS --hotspa-config FILE
+
+Where no CUDA device is visible, the CPU stand-in is installed first, and said so. Importing this module changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+_USAGE = """\
+usage: python -m hotspa_megatron.launch SCRIPT [ARGS ...] [--hotspa-config FILE]
+
+Runs SCRIPT, a Megatron-LM training script such as pretrain_gpt.py, with --hotspa-config understood.
+Without --hotspa-config the script runs as it would alone.
+
+example:
+  torchrun --nproc-per-node 8 -m hotspa_megatron.launch pretrain_gpt.py ... --hotspa-config hotspa.yaml
+"""
+
+
+def _prepare() -> None:
+    """What the script's process and every process that it spawns (checkpoint writers) need before megatron is imported."""
+    from hotspa_megatron.hooks import cpu
+
+    if cpu.needed():
+        cpu.install()
+
+
+def _fail(message: str) -> NoReturn:
+    sys.stderr.write(f"hotspa: {message}\n")
+    raise SystemExit(2)
+
+
+def _main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        sys.stdout.write(_USAGE)
+        raise SystemExit(0 if len(sys.argv) > 1 else 2)
+    script = Path(sys.argv[1])
+    if not script.is_file():
+        _fail(f"{script}: no such script; give the path of a Megatron-LM training script such as pretrain_gpt.py")
+    _prepare()
+    from hotspa_megatron.hooks import cpu, install
+
+    if cpu.installed() and os.environ.get("RANK", "0") == "0":
+        sys.stdout.write("hotspa: no CUDA device is visible: training on CPU and gloo through the stand-in\n")
+        sys.stdout.flush()
+    try:
+        install.install()
+    except ValueError as error:
+        _fail(str(error))
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, str(script.resolve().parent))
+    # In this very __main__, not through runpy: processes that the script spawns import __main__ again, and so get
+    # what `_prepare` does below.
+    main = sys.modules["__main__"].__dict__
+    main["__file__"] = str(script)
+    exec(compile(script.read_text(), str(script), "exec"), main)
+
+
+if __name__ == "__main__":
+    _main()
+elif __name__ == "__mp_main__":
+    _prepare()
