@@ -103,7 +103,7 @@ def test_the_static_run(tmp_path: Path, text: str) -> None:
     assert load_config(write(tmp_path, text)) == HotSPaConfig(path=tmp_path, strategies=())
 
 
-BAD = {
+BAD: dict[str, tuple[str | bytes, int, str, str]] = {
     # Values that PyYAML reads as something else, or that look like a number.
     "octal": (one_entry("tp: 010"), 3, "strategies[0].tp", "'010' has a leading zero"),
     "hexadecimal": (one_entry("tp: 0x10"), 3, "strategies[0].tp", "'0x10' is not a whole number"),

@@ -35,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hotspa: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader, `head` perhaps, has seen enough. Python would complain once more when it closes stdout.
+        # The reader, `head` perhaps, has seen enough; rich, too, exits with 1 then. Without this Python would complain
+        # once more when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return 0
 
 

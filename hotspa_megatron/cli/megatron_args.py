@@ -193,7 +193,8 @@ def _shape(flags: argparse.Namespace) -> ModelShape:
         rms_norm=flags.normalization == "RMSNorm",
         qk_layernorm=flags.qk_layernorm,
         linear_bias=not flags.disable_bias_linear,
-        qkv_bias=flags.add_qkv_bias,
+        # As Megatron sets it: biases of the linear layers bring this one along.
+        qkv_bias=flags.add_qkv_bias or not flags.disable_bias_linear,
         learned_positions=None if rotary else flags.max_position_embeddings,
         # Megatron turns it off at tp 1, for every strategy then: they are built from the same arguments.
         sequence_parallel=flags.sequence_parallel and flags.tensor_model_parallel_size > 1,

@@ -1,0 +1,313 @@
+"""``hotspa explain``: its numbers, its reading of Megatron's flags, and one line with exit code 2 for bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotspa_megatron.cli.explain import Groups, count_groups
+from hotspa_megatron.cli.main import main
+from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
+from hotspa_megatron.strategy import Strategy
+from tests.test_config import BAD, GOOD, write
+
+GPT = [
+    *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "8", "--ffn-hidden-size", "96"),
+    *("--seq-length", "4096", "--max-position-embeddings", "4096", "--position-embedding-type", "rope"),
+    *("--tokenizer-type", "HuggingFaceTokenizer", "--vocab-size", "1000", "--normalization", "RMSNorm"),
+    *("--disable-bias-linear", "--swiglu", "--untie-embeddings-and-output-weights", "--bf16"),
+    *("--tensor-model-parallel-size", "4", "--sequence-parallel", "--use-distributed-optimizer", "--lr", "1e-4"),
+]
+
+
+def without(*flags: str) -> list[str]:
+    return [flag for flag in GPT if flag not in flags]
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests' own launcher must not decide the world."""
+    for name in ("WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def read(*arguments: str, world_size: int | None = None) -> MegatronCommandLine:
+    return read_command_line(arguments, world_size=world_size)
+
+
+def explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, *arguments: str) -> dict[str, Any]:
+    assert main(["explain", str(write(tmp_path, text)), "--json", *arguments]) == 0
+    described: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return described
+
+
+def test_strategies_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "strategies: [{max_length: 512}, {max_length: 1024, tp: 4, cp: 2}, {max_length: 4096, pp: 2, tp: 2}]"
+    described = explained(tmp_path, capsys, text, "--world-size", "8", "--", *GPT)
+    guest, sibling, pipelined = described["strategies"]
+    home = described["home"]
+    assert [each["strategy"] for each in (guest, sibling, pipelined, home)] == [
+        "tp1-cp1-pp1-dp8",
+        "tp4-cp2-pp1-dp1",
+        "tp2-cp1-pp2-dp2",
+        "tp4-cp1-pp1-dp2",
+    ]
+    assert [each["kind"] for each in (guest, sibling, pipelined, home)] == ["guest", "sibling", "guest", "home"]
+    assert [each["lengths"] for each in (guest, sibling, pipelined, home)] == [
+        [1, 512],
+        [513, 1024],
+        [1025, 4096],
+        None,
+    ]
+    assert pipelined["layers"] == [[0, 2], [2, 4]]
+
+    # Embedding and head of 1024 rows, four layers of QKV, projection, gate, up and down, and their norms.
+    ends, layer, layer_norms, last_norm = 1024 * 64, 64 * (3 * 64 + 64 + 3 * 96), 2 * 64, 64
+    whole = 2 * ends + 4 * (layer + layer_norms) + last_norm
+    assert guest["memory"] == [
+        {
+            "stage": 0,
+            "parameters": whole,
+            "parameter_bytes": 2 * whole,
+            "gradient_bytes": 4 * whole,
+            "optimizer_bytes": 0,
+        }
+    ]
+    quarter = (2 * ends + 4 * layer) // 4 + 4 * layer_norms + last_norm
+    assert home["memory"][0]["parameters"] == quarter
+    assert home["memory"][0]["optimizer_bytes"] == 12 * quarter // 2
+    assert sibling["memory"] == [dict.fromkeys(guest["memory"][0], 0)]
+    half = (2 * layer + ends) // 2 + 2 * layer_norms
+    assert [stage["parameters"] for stage in pipelined["memory"]] == [half, half + last_norm]
+    assert described["world_size"] == 8
+
+
+def test_optimizer_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def per_parameter(*flags: str) -> float | None:
+        described = explained(tmp_path, capsys, "strategies: []", "--world-size", "8", "--", *flags)
+        stage = described["home"]["memory"][0]
+        return None if stage["optimizer_bytes"] is None else stage["optimizer_bytes"] / stage["parameters"]
+
+    assert per_parameter(*GPT) == 6
+    assert per_parameter(*without("--use-distributed-optimizer")) == 12
+    assert per_parameter(*without("--bf16")) == 4
+    assert per_parameter(*GPT, "--optimizer", "sgd") is None
+    assert per_parameter(*GPT, "--use-precision-aware-optimizer") is None
+
+
+def test_groups_that_serve_several_axes_count_once() -> None:
+    assert count_groups([Strategy(tp=1, cp=1, pp=1, dp=1)]).total == 0
+    found = count_groups([Strategy(tp=2, cp=1, pp=1, dp=2)])
+    axes = {"tp": 2, "cp": 0, "dp": 2, "pp": 0, "tp-cp": 2, "tp-dp": 1, "tp-pp": 2, "dp-cp": 2, "tp-dp-cp": 1}
+    assert found == Groups(per_axes={**axes, "embedding": 0}, total=5, most_on_one_rank=3)
+    both = count_groups([Strategy(tp=2, cp=1, pp=1, dp=2), Strategy(tp=1, cp=2, pp=1, dp=2)])
+    assert (both.total, both.most_on_one_rank) == (5, 3)
+    deep = count_groups([Strategy(tp=1, cp=1, pp=4, dp=1)])
+    assert (deep.per_axes["pp"], deep.per_axes["embedding"], deep.total) == (1, 1, 2)
+
+
+def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(write(tmp_path, GOOD)), "--world-size", "8", "--", *GPT]) == 0
+    said = capsys.readouterr()
+    lines = [line.split() for line in said.out.splitlines()]
+    assert ["513-2048", "tp2-cp2-pp1-dp2", "guest", "2,048", "2", "x", "4"] in lines
+    assert ["2049-4096", "tp4-cp1-pp1-dp2", "home", "8,192", "2", "x", "4"] in lines
+    assert "19 distinct in all, at most 7 on one rank." in said.out
+    assert "\x1b" not in said.out and not said.err
+
+
+def test_the_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", str(write(tmp_path, GOOD))]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["1-512", "1", "1", "1", "2,048"] in lines
+    assert ["513-2048", "2", "2", "1", "default"] in lines
+    assert explained(tmp_path, capsys, GOOD)["strategies"][0]["tokens_per_microbatch"] == 2048
+
+
+def test_markup_in_a_path_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "[bold]"
+    folder.mkdir()
+    assert main(["explain", str(write(folder, "- 1"))]) == 2
+    assert "[bold]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "given", "world"),
+    [
+        ({}, [], 4),
+        ({"WORLD_SIZE": "8"}, [], 8),
+        ({"SLURM_NTASKS": "16"}, [], 16),
+        ({"WORLD_SIZE": "8", "SLURM_NTASKS": "16"}, [], 8),
+        ({"WORLD_SIZE": "", "SLURM_NTASKS": "16"}, [], 16),
+        ({"WORLD_SIZE": "8"}, ["--world-size", "32"], 32),
+    ],
+)
+def test_where_the_world_size_comes_from(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    given: list[str],
+    world: int,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert explained(tmp_path, capsys, "strategies: []", *given, "--", *GPT)["world_size"] == world
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    text, line, key, _ = BAD[name]
+    path = write(tmp_path, text)
+    assert main(["explain", str(path)]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"hotspa: {path}:{line}: {key}")
+    assert said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "hotspa: the following arguments are required: COMMAND; see hotspa --help"),
+        (["explain"], "hotspa explain: the following arguments are required: CONFIG; see hotspa explain --help"),
+        (["explian", "FILE"], "invalid choice: 'explian'"),
+        (["explain", "FILE", "--wrld-size", "4"], "unrecognized arguments: --wrld-size 4"),
+        (["explain", "FILE", "--world-size", "4"], "--world-size: has no meaning without Megatron's arguments"),
+        (["explain", "FILE", "--world-size", "0", "--", *GPT], "--world-size: '0' is not a number of ranks"),
+        (["explain", "FILE", "--world-size", "1e3", "--", *GPT], "--world-size: '1e3' is not a number of ranks"),
+        (
+            ["explain", "FILE", "--world-size", "6", "--", *GPT],
+            "a world of 6 ranks does not divide into replicas of tp 4",
+        ),
+        (["explain", "FILE", "--", *GPT, "--seq-length", "1024"], ":7: strategies[1].max_length: 2048 is longer than"),
+        (
+            ["explain", "FILE", "--", "--num-layers", "4"],
+            "--hidden-size, --num-attention-heads, --seq-length, --max-pos",
+        ),
+        (["explain", "FILE", "--", *GPT, "--num-layers", "four"], "--num-layers: 'four' is not a whole number"),
+        (["explain", "FILE", "--", *GPT, "--normalization", "X"], "--normalization: invalid choice: 'X'"),
+        (
+            ["explain", "FILE", "--", *GPT, "--num-experts=8"],
+            "--num-experts: experts are not available in this version",
+        ),
+        (["explain", "FILE", "--", *GPT, "--fp16"], "--bf16: given together with --fp16"),
+        (["explain", "FILE", "--", *GPT, "--max-position-embeddings", "9"], "9 is less than --seq-length 4096"),
+        (["explain", "FILE", "--", *GPT, "--hidden-size", "63"], "63 does not divide over 8 attention heads"),
+        (["explain", "FILE", "--", *GPT[:16], "--num-layers"], "--num-layers: expected one argument"),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+    path = str(write(tmp_path, GOOD))
+    code: object
+    try:
+        code = main([path if argument == "FILE" else argument for argument in arguments])
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr()
+    assert code == 2
+    assert message in said.err
+    assert said.err.count("\n") == 1 and not said.out
+
+
+def test_vocabulary_that_only_the_tokenizer_knows() -> None:
+    given = without("--vocab-size", "1000")
+    with pytest.raises(ValueError, match=r"--vocab-size: missing.*HuggingFaceTokenizer.*or --padded-vocab-size"):
+        read(*given)
+    assert read(*given, "--padded-vocab-size", "1040").shape.padded_vocab_size == 1040
+    assert read(*given, "--vocab-size", "1025").shape.padded_vocab_size == 1536
+    assert read(*GPT, "--make-vocab-size-divisible-by", "2").shape.padded_vocab_size == 1000
+
+
+@pytest.mark.parametrize(("release", "padded"), [("0.17.1", 1536), ("0.18.2", 1024), ("0.19.2", 1024), ("1.0.0", 1024)])
+def test_null_tokenizer_of_old_releases_adds_one(monkeypatch: pytest.MonkeyPatch, release: str, padded: int) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: release)
+    line = read(*GPT, "--tokenizer-type", "NullTokenizer", "--vocab-size", "1024")
+    assert line.shape.padded_vocab_size == padded
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "hotspa_megatron.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
+
+
+def test_the_command(tmp_path: Path) -> None:
+    good = run("explain", str(write(tmp_path, GOOD)), "--world-size", "8", "--", *GPT)
+    assert (good.returncode, good.stderr) == (0, "")
+    assert "Memory of the fullest rank" in good.stdout
+    path = write(tmp_path, "strategies:\n  - {max_length: 8, tp: 010}\n")
+    bad = run("explain", str(path))
+    assert (bad.returncode, bad.stdout) == (2, "")
+    assert bad.stderr == (
+        f"hotspa: {path}:2: strategies[0].tp: '010' has a leading zero, which some read as octal; write it without\n"
+    )
+
+
+def test_help_shows_an_example() -> None:
+    shown = run("explain", "--help")
+    assert shown.returncode == 0
+    assert "hotspa explain hotspa.yaml --world-size 16 -- $GPT_ARGS" in shown.stdout
+
+
+@pytest.mark.parametrize("flag", ["", "--json"])
+def test_a_reader_that_leaves_early_sees_no_traceback(tmp_path: Path, flag: str) -> None:
+    path = write(tmp_path, GOOD)
+    command = f"{sys.executable} -m hotspa_megatron.cli.main explain {path} {flag} | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("1\n", "")
+
+
+COMMAND_LINES = {
+    "llama": GPT,
+    "defaults": GPT[: GPT.index("--position-embedding-type")],
+    "groups": [*GPT, "--group-query-attention", "--num-query-groups", "2", "--qk-layernorm", "--kv-channels", "16"],
+    "groups without their flag": [*GPT, "--num-query-groups", "2", "--add-qkv-bias"],
+    "fp16": [*without("--bf16"), "--fp16"],
+    "fp16 with fp32 gradients": [*without("--bf16", "--swiglu"), "--fp16", "--accumulate-allreduce-grads-in-fp32"],
+    "bf16 gradients": [*GPT, "--grad-reduce-in-bf16"],
+    "swiglu default": without("--ffn-hidden-size", "96"),
+    "pipeline": [*GPT, "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"],
+    "no tensor parallelism": [*GPT, "--tensor-model-parallel-size", "1"],
+}
+MEGATRON_READS = """
+import contextlib, io, json, logging, sys
+from hotspa_megatron.hooks import cpu
+cpu.install()
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training.arguments import parse_args, validate_args
+from hotspa_megatron.hooks.arguments import home_of, shape_of
+for line in json.loads(sys.argv[1]):
+    sys.argv[1:] = line
+    with contextlib.redirect_stdout(io.StringIO()):
+        args = parse_args()
+        validate_args(args)
+        build_tokenizer(args)
+    print(repr((shape_of(args), home_of(args))))
+"""
+
+
+def test_flags_mean_what_megatron_says_they_mean() -> None:
+    """Every command line above, read by Megatron's own parser and validation."""
+    pytest.importorskip("torch")
+    also = [
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", "1000", "--micro-batch-size", "1", "--train-iters", "1"),
+        *("--transformer-impl", "local", "--attention-backend", "unfused"),
+    ]
+    lines = [[*line, *also] for line in COMMAND_LINES.values()]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEGATRON_READS, json.dumps(lines)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "WORLD_SIZE": "8"},
+    )
+    assert done.returncode == 0, done.stderr
+    theirs = [line for line in done.stdout.splitlines() if line.startswith("(ModelShape")]
+    ours = [read(*line, world_size=8) for line in lines]
+    assert theirs == [repr((each.shape, each.home)) for each in ours]
+    assert len(set(theirs)) > len(lines) // 2, "the command lines must differ, or nothing is compared"
