@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,12 +115,10 @@ def test_plan_follows_the_requirements_and_the_checkout(checkout: Path, tmp_path
 
 def test_second_setup_does_nothing(checkout: Path) -> None:
     environment_with(checkout, plan_of(checkout))
-    began = time.monotonic()
     done = shell(checkout / "scripts" / "setup.sh", PYTHON=sys.executable)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.endswith("is up to date\n")
-    assert time.monotonic() - began < 5
-    assert not (checkout / ".venv-setup").exists()
+    assert not (checkout / ".venv-setup").exists()  # it did not even take the lock
 
 
 def test_setup_leaves_a_foreign_environment_alone(checkout: Path) -> None:
@@ -197,17 +194,15 @@ def test_test_script_checks_then_tests(checkout: Path, arguments: list[str], exp
 # -------------------------------------------------------------------------------------------------------------- corpus
 
 
-@pytest.fixture(scope="module")
-def texts() -> list[bytes]:
-    return list(corpus.documents(corpus.standard_library()))
+def test_corpus_is_the_same_every_time() -> None:
+    part = corpus.standard_library() / "asyncio"
+    texts = list(corpus.documents(part))
+    assert len(texts) > 50
+    assert texts == list(corpus.documents(part))
 
 
-def test_corpus_is_the_same_every_time(texts: list[bytes]) -> None:
-    assert texts == list(corpus.documents(corpus.standard_library()))
-
-
-def test_corpus_has_the_lengths_of_real_text(texts: list[bytes]) -> None:
-    facts = corpus.statistics_of(texts)
+def test_corpus_has_the_lengths_of_real_text() -> None:
+    facts = corpus.statistics_of(list(corpus.documents(corpus.standard_library())))
     assert facts.documents > 3000
     assert 200 < facts.median < 800
     assert facts.median * 5 < facts.percentile_95 < 12_000
