@@ -190,10 +190,8 @@ def _replace_cuda_functions() -> None:
     _patches.set(cuda, "Stream", _Stream)
     _patches.set(cuda, "Event", _Event)
     _patches.set(cuda, "default_generators", (torch.default_generator,) * _local_world_size())
-    _patches.set(
-        cuda, "nvtx",
-        types.SimpleNamespace(range_push=always(0), range_pop=always(0), mark=always(0), range=lambda *_, **__: contextlib.nullcontext()),
-    )  # fmt: skip
+    nvtx = {name: always(0) for name in ("range_push", "range_pop", "mark")}
+    _patches.set(cuda, "nvtx", types.SimpleNamespace(**nvtx, range=lambda *_, **__: contextlib.nullcontext()))
 
 
 # ------------------------------------------------------------------------------------------------- tensors and devices
@@ -296,7 +294,7 @@ def _hand_out_empty_triton() -> None:
     if importlib.util.find_spec("triton") is not None:
         return
     triton = _EmptyModule("triton")
-    triton.__version__ = "0"
+    vars(triton)["__version__"] = "0"
     real_import = builtins.__import__
 
     def import_(

@@ -21,14 +21,14 @@ from hotspa_megatron.config import ResolvedConfig, load_config, resolve
 from hotspa_megatron.hooks import arguments, compat, get_batch
 from hotspa_megatron.hooks.data import StepLoader, corpus_from, describe_batch_size, first_rank_of_every_group
 from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunner, count_work
-from hotspa_megatron.hooks.model import Guest, build_guest, builder_for, read_home
-from hotspa_megatron.hooks.parallel_state import ParallelStates, recording_groups
+from hotspa_megatron.hooks.model import build_guest, builder_for, read_home
+from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates, recording_groups
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.planning.step_plan import StepPlanner
 from hotspa_megatron.runtime.attention import PackedDotProductAttention, make_norm
 from hotspa_megatron.runtime.group_pool import GroupPool
 from hotspa_megatron.runtime.transport import BatchedTransport
-from hotspa_megatron.strategy import Kind, Strategy
+from hotspa_megatron.strategy import Kind
 
 STEP_LOG_VARIABLE = "HOTSPA_STEP_LOG"
 """Environment variable: the file to which rank 0 writes one JSON object per step."""
@@ -87,10 +87,29 @@ class Session:
         path = os.environ.get(STEP_LOG_VARIABLE)
         self.log = StepLog(Path(path)) if path and args.rank == 0 else None
 
-    @property
-    def guests(self) -> list[Strategy]:
-        """Guest strategies, each once, in the order of the file."""
-        return list(dict.fromkeys(s.strategy for s in self.resolved.strategies if s.kind is Kind.GUEST))
+    def prepare_runner(self, model: list[Any], build: Callable[[ParallelState], list[Any]]) -> StepRunner:
+        """Build the guests beside home's ``model`` and make the runner of steps. Collective."""
+        assert self.states is not None and self.transport is not None
+        logical = read_home(model, self.resolved.home.strategy)
+        # Each guest once, in the order of the file, however many length groups it serves.
+        layers = {s.strategy: s.layers for s in self.resolved.strategies if s.kind is Kind.GUEST}
+        self.runner = StepRunner(
+            args=self.args,
+            states=self.states,
+            planner=self.planner,
+            logical=logical,
+            model=model,
+            guests={guest: build_guest(self.states, guest, logical, layers[guest], build) for guest in layers},
+            transport=self.transport,
+            check_plans=self.resolved.config.check_plans,
+            log=_say,
+        )
+        return self.runner
+
+
+def current_session() -> Session | None:
+    """The running job's session; None without the flag."""
+    return _session
 
 
 def _say(line: str) -> None:
@@ -233,23 +252,14 @@ def _build_guests_after(original: Callable[..., Any]) -> Callable[..., Any]:
         session, model = _session, result[0]
         if session is None or result[1] is None:  # without an optimizer nothing is trained
             return result
-        assert session.states is not None and session.transport is not None
         bound = signature.bind(*positional, **options).arguments
         build = builder_for(
-            session.args, cfg_container=bound.get("cfg_container"), model_provider=bound.get("model_provider_func"),
+            session.args,
+            cfg_container=bound.get("cfg_container"),
+            model_provider=bound.get("model_provider_func"),
             model_type=bound.get("model_type"),
-        )  # fmt: skip
-        home = session.resolved.home.strategy
-        logical = read_home(model, home)
-        layers = {s.strategy: s.layers for s in session.resolved.strategies}
-        guests: dict[Strategy, Guest] = {
-            strategy: build_guest(session.states, strategy, logical, layers[strategy], build)
-            for strategy in session.guests
-        }
-        session.runner = StepRunner(
-            args=session.args, states=session.states, planner=session.planner, logical=logical, model=model, guests=guests,
-            transport=session.transport, check_plans=session.resolved.config.check_plans, log=_say,
-        )  # fmt: skip
+        )
+        session.prepare_runner(model, build)
         return result
 
     return setup_model_and_optimizer

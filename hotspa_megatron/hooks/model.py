@@ -81,7 +81,7 @@ def _place_of(name: str) -> Place:
     raise ValueError(f"parameter {name} has no known place in the pipeline; only GPT models are supported")
 
 
-def _logical(model: Any, name: str, parameter: torch.nn.Parameter, tp: int) -> LogicalParameter:
+def _logical(model: Any, name: str, parameter: Any, tp: int) -> LogicalParameter:
     shape = tuple(parameter.shape)
     name = global_name(model, name)
     if not getattr(parameter, "tensor_model_parallel", False):
@@ -121,10 +121,10 @@ def read_home(model: Sequence[Any], home: Strategy) -> LogicalModel:
     return LogicalModel(tuple(merged[name] for name in sorted(merged)), tuple(stages), tied)
 
 
-def local_tensors(model: Sequence[Any], logical: LogicalModel) -> dict[int, torch.nn.Parameter]:
+def local_tensors(model: Sequence[Any], logical: LogicalModel) -> dict[int, Any]:
     """This rank's parameters by index into the logical ones. RuntimeError for one that home's model does not have."""
     index = {parameter.name: i for i, parameter in enumerate(logical.parameters)}
-    found = {}
+    found: dict[int, Any] = {}
     for chunk in chunks_of(model):
         for name, parameter in chunk.named_parameters():
             known = index.get(global_name(chunk, name))
@@ -181,7 +181,7 @@ class Guest:
     state: ParallelState
     model: list[Any]
     layout: Layout
-    parameters: dict[int, torch.nn.Parameter]
+    parameters: dict[int, Any]
     _parameter_storage: list[Storage]
     _gradient_storage: list[Storage]
 

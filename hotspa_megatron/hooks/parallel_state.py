@@ -97,8 +97,15 @@ class ParallelStates:
         self._pool = pool
         self._embedding_ranks = embedding_ranks
         self._position_ranks = position_ranks
-        names = (*compat.TENSOR_PARALLEL_FIELDS, "pipeline_model_parallel_size", "context_parallel_size", "data_parallel_size", "sequence_parallel",
-                 "transformer_pipeline_model_parallel_size", *compat.UNEVEN_PIPELINE_ARGUMENTS)  # fmt: skip
+        names = (
+            *compat.TENSOR_PARALLEL_FIELDS,
+            "pipeline_model_parallel_size",
+            "transformer_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "data_parallel_size",
+            "sequence_parallel",
+            *compat.UNEVEN_PIPELINE_ARGUMENTS,
+        )
         self.home = ParallelState(
             strategy=home,
             globals=_read_globals(),
