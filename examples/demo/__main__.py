@@ -27,7 +27,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=12, metavar="N", help="training steps of each run (12)")
     parser.add_argument("--batch", type=int, default=64, metavar="N", help="documents of one step (64)")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), metavar="DIR", help="where files go (demo_out)")
-    parser.add_argument("--config", type=Path, default=Path("examples/demo.yaml"), metavar="FILE",
+    parser.add_argument("--config", type=Path, default=training.REPOSITORY / "examples" / "demo.yaml", metavar="FILE",
                         help="the length groups of the second run (examples/demo.yaml)")  # fmt: skip
     parser.add_argument("--break", dest="broken", choices=["fold"], metavar="fold",
                         help="drop the guests' gradients in the second run: the demo must then fail")  # fmt: skip
@@ -84,8 +84,8 @@ def follow(
             if static is not None:
                 print("\n".join(report.segment_lines(step)), flush=True)
     if process.returncode != 0 or len(steps) != options.iterations:
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-25:]
-        print("\n".join(f"    | {line}" for line in tail), file=sys.stderr)
+        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        print("\n".join(f"    | {line}" for line in training.last_words(text)), file=sys.stderr)
         raise RuntimeError(
             f"the {name} run ended with code {process.returncode} after {len(steps)} of {options.iterations} steps; "
             f"its whole output is in {log}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from examples.demo.corpus import VOCAB_SIZE
 RANKS: Final = 4
 SEQ_LENGTH: Final = 4096
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
+_TORCHRUN: Final = re.compile(r"[WE]\d{4} \S+ \d+ torch/distributed/elastic/")
 _MARK: Final = "HOTSPA_DEMO_RUN"
 _POLL_S: Final = 0.2
 _GRACE_S: Final = 5.0
@@ -149,3 +151,14 @@ def lines_of(process: subprocess.Popen[bytes], *files: Path, limit_s: float) -> 
             if time.monotonic() - began > limit_s:
                 raise RuntimeError(f"the run took longer than {limit_s:.0f} s")
             time.sleep(_POLL_S)
+
+
+def last_words(log: str, *, count: int = 25) -> list[str]:
+    """The end of what the ranks wrote, without torchrun's own account of their deaths and Megatron's warnings."""
+    lines = []
+    for line in log.splitlines():
+        if _TORCHRUN.match(line):
+            break
+        if "UserWarning" not in line and line.strip() != "warnings.warn(":
+            lines.append(line)
+    return lines[-count:]
