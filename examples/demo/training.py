@@ -36,8 +36,8 @@ def megatron_arguments(*, corpus: Path, cache: Path, iterations: int, batch: int
     return f"""
         --data-path {corpus} --data-cache-path {cache} --split 100,0,0 --num-workers 0 --seed 1234
         --tokenizer-type NullTokenizer --vocab-size {VOCAB_SIZE} --make-vocab-size-divisible-by 16
-        --num-layers 4 --hidden-size 96 --ffn-hidden-size 256 --num-attention-heads 8 --group-query-attention
-        --num-query-groups 4 --kv-channels 16 --swiglu --disable-bias-linear --normalization RMSNorm
+        --num-layers 4 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --group-query-attention
+        --num-query-groups 2 --kv-channels 16 --swiglu --disable-bias-linear --normalization RMSNorm
         --position-embedding-type rope --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
         --hidden-dropout 0 --attention-dropout 0
         --tensor-model-parallel-size 2 --context-parallel-size 2 --use-distributed-optimizer
