@@ -3,10 +3,14 @@
 The one way in which the suite starts ranks. Ranks are forked from a server that has torch imported already, so that
 starting four of them costs tenths of a second; rendezvous goes through a file, so that parallel test runs cannot
 collide on a port. The first failing rank ends all of them, and the error shows every rank's traceback.
+
+What takes seconds to import, and changes a process for good (Megatron on the CPU stand-in), goes into a server of its
+own: ``prepare`` runs there once, and its ranks are forked from it.
 """
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import signal
@@ -21,10 +25,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkContext, ForkProcess, ForkServerContext, ForkServerProcess
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PRELOAD_VARIABLE = "HOTSPA_TEST_PRELOAD"
@@ -38,7 +42,7 @@ LOG_TAIL = 4000
 
 @dataclass
 class _Rank:
-    process: ForkServerProcess
+    process: ForkServerProcess | ForkProcess
     connection: Connection
     folder: Path
     reported: bool = False
@@ -79,29 +83,117 @@ def run_ranks(
     timeout: float = 60.0,
     init_process_group: bool = True,
     env: Mapping[str, str] | None = None,
+    prepare: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` processes and return their results in rank order.
 
     ``fn`` is a module-level function; ``args`` and results are pickled. Every rank sees RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a port that was free) and ``env``, has one thread, and, with
-    ``init_process_group``, a gloo default group. ``timeout`` is in seconds and covers everything.
+    ``init_process_group``, a gloo default group. ``timeout`` is in seconds and covers everything but ``prepare``, a
+    module-level function that has run, once for all calls that name it, in the process that the ranks are forked from.
 
     Raises AssertionError with every rank's traceback (of ranks that hang: where they are) and the tail of its output
     as soon as one rank fails, or at the timeout. No rank is left running in any case.
     """
-    context = _context()
-    deadline = time.monotonic() + timeout
+    call = _Call(fn, world_size, args, timeout, init_process_group, env)
+    if prepare is None:
+        return _run(_context(), call)
+    if prepare not in _servers:
+        _servers[prepare] = _Server(prepare)
+    return _servers[prepare].run(call)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``run_ranks``, as it travels to a server."""
+
+    fn: Callable[..., Any]
+    world_size: int
+    args: tuple[Any, ...]
+    timeout: float
+    init_process_group: bool
+    env: Mapping[str, str] | None
+
+
+class _Server:
+    """A process in which ``prepare`` has run; it forks the ranks of one call after the other.
+
+    It ends with the test process: its connection closes then, whatever happened.
+    """
+
+    def __init__(self, prepare: Callable[[], None]) -> None:
+        context = _context()
+        self._prepare = prepare
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(prepare, theirs), name=prepare.__name__)
+        self._process.start()
+        theirs.close()
+        # Registered after multiprocessing's own exit handler, which would wait for the server, and so run before it.
+        atexit.register(self.end)
+
+    def run(self, call: _Call) -> list[Any]:
+        try:
+            self._connection.send(call)
+            succeeded, payload = self._connection.recv()
+        except BaseException:
+            # A call that was left (an interrupt, a test's time limit) still runs there; the next one needs a new server.
+            self.end()
+            raise
+        if not succeeded:
+            raise AssertionError(payload)
+        return list(payload)
+
+    def end(self) -> None:
+        atexit.unregister(self.end)
+        _servers.pop(self._prepare, None)
+        self._process.terminate()
+        self._process.join(GRACE_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._connection.close()
+
+
+_servers: dict[Callable[[], None], _Server] = {}
+
+
+def _serve(prepare: Callable[[], None], connection: Connection) -> None:
+    """Body of a server's process."""
+
+    def leave(*_: object) -> NoReturn:
+        raise SystemExit  # through the handlers that end the ranks
+
+    signal.signal(signal.SIGTERM, leave)
+    failure = None
+    try:
+        prepare()
+    except Exception:
+        failure = f"{prepare.__name__} failed\n{traceback.format_exc()}"
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            call = connection.recv()
+            try:
+                answer = (True, _run(get_context("fork"), call)) if failure is None else (False, failure)
+            except AssertionError as error:
+                answer = (False, str(error))
+            except Exception:
+                answer = (False, traceback.format_exc())
+            connection.send(answer)
+
+
+def _run(context: ForkServerContext | ForkContext, call: _Call) -> list[Any]:
+    deadline = time.monotonic() + call.timeout
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        shared = _shared_environment(Path(name), world_size, env)
+        shared = _shared_environment(call.world_size, call.env)
         ranks: list[_Rank] = []
         try:
-            for rank in range(world_size):
+            for rank in range(call.world_size):
                 folder = Path(name) / str(rank)
                 folder.mkdir()
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(fn, rank, world_size, args, theirs, name, shared, init_process_group, timeout),
+                    args=(call, rank, theirs, name, shared),
                     name=f"rank {rank}",
                 )
                 process.start()
@@ -109,7 +201,7 @@ def run_ranks(
                 ranks.append(_Rank(process, ours, folder))
             _collect(ranks, deadline)
             if any(rank.pending or rank.failure for rank in ranks):
-                raise AssertionError(_describe(ranks, fn, timeout))
+                raise AssertionError(_describe(ranks, call.fn, call.timeout))
             return [rank.value for rank in ranks]
         finally:
             _end(ranks)
@@ -135,7 +227,7 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _shared_environment(folder: Path, world_size: int, env: Mapping[str, str] | None) -> dict[str, str]:
+def _shared_environment(world_size: int, env: Mapping[str, str] | None) -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -217,31 +309,22 @@ def _kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    connection: Connection,
-    folder: str,
-    shared: dict[str, str],
-    init_process_group: bool,
-    timeout: float,
-) -> None:
+def _rank_main(call: _Call, rank: int, connection: Connection, folder: str, shared: dict[str, str]) -> None:
     """Body of one rank's process."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a server's handler came along
     own = Path(folder) / str(rank)
     with (own / "stack.txt").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         # If the test process is killed nobody ends us: end ourselves.
-        faulthandler.dump_traceback_later(timeout + 10, exit=True, file=stack)
+        faulthandler.dump_traceback_later(call.timeout + 10, exit=True, file=stack)
         # Under pytest the inherited descriptors are some other test's capture file.
         log = os.open(own / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(shared, RANK=str(rank), LOCAL_RANK=str(rank))
         try:
-            value = _call(fn, rank, world_size, args, Path(folder), init_process_group, timeout)
+            value = _value_of(call, rank, Path(folder))
             connection.send((True, value))
         except BaseException:  # SystemExit and pytest's Failed count as failures of the rank, too
             sys.stdout.flush()
@@ -256,25 +339,17 @@ def _rank_main(
         os._exit(0)
 
 
-def _call(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    args: tuple[Any, ...],
-    folder: Path,
-    init_process_group: bool,
-    timeout: float,
-) -> Any:
+def _value_of(call: _Call, rank: int, folder: Path) -> Any:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if init_process_group:
+    if call.init_process_group:
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder / 'rendezvous'}",
             rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
+            world_size=call.world_size,
+            timeout=timedelta(seconds=call.timeout),
         )
-    return fn(rank, world_size, *args)
+    return call.fn(rank, call.world_size, *call.args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -86,3 +87,54 @@ def test_a_rank_that_dies_without_a_word_is_named() -> None:
 
 def test_ranks_may_initialise_by_themselves() -> None:
     assert run_ranks(_no_group, 2, init_process_group=False) == [False, False]
+
+
+_prepared: list[int] = []
+
+
+def _prepare() -> None:
+    _prepared.append(os.getpid())
+
+
+def _prepared_by(rank: int, world_size: int) -> tuple[list[int], int]:
+    dist.barrier()
+    return _prepared, os.getppid()
+
+
+def _fail_to_prepare() -> None:
+    raise OSError("nothing to prepare from")
+
+
+def test_ranks_of_all_calls_are_forked_from_one_prepared_server() -> None:
+    results = [result for _ in range(2) for result in run_ranks(_prepared_by, 2, prepare=_prepare)]
+    server = results[0][1]
+    assert server != os.getpid() and results == [([server], server)] * 4
+    assert not _prepared
+
+
+def test_a_failure_in_a_prepared_server_is_told_as_any_other() -> None:
+    with pytest.raises(AssertionError, match="broken on purpose"):
+        run_ranks(_fail_on_one, 2, timeout=50, prepare=_prepare)
+    assert len(run_ranks(_prepared_by, 2, prepare=_prepare)) == 2
+    with pytest.raises(AssertionError, match="nothing to prepare from"):
+        run_ranks(_prepared_by, 2, prepare=_fail_to_prepare)
+
+
+def test_an_interrupted_call_leaves_no_rank_and_the_next_gets_a_new_server(tmp_path: object) -> None:
+    marker = f"{tmp_path}/pid"
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 3)
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(_hang, 2, marker, timeout=60, prepare=_prepare)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    for rank in range(2):
+        with open(f"{marker}.{rank}") as file:
+            assert not _is_alive(int(file.read()))
+    assert len(run_ranks(_prepared_by, 2, prepare=_prepare)) == 2
