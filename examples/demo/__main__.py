@@ -25,7 +25,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The demo's command line."""
     parser = argparse.ArgumentParser(prog="scripts/demo.sh", description=__doc__)
     parser.add_argument("--iterations", type=int, default=12, metavar="N", help="training steps of each run (12)")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="documents of one step (32)")
+    parser.add_argument("--batch", type=int, default=24, metavar="N", help="documents of one step (24)")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), metavar="DIR", help="where files go (demo_out)")
     parser.add_argument("--config", type=Path, default=training.REPOSITORY / "examples" / "demo.yaml", metavar="FILE",
                         help="the length groups of the second run (examples/demo.yaml)")  # fmt: skip
