@@ -1,7 +1,7 @@
 """Packed causal attention with context parallelism on torch's own kernels, and the norm that goes with it.
 
 Stands where Megatron's local layer spec has its own core attention, which knows neither packing nor context
-parallelism. Every sequence of a pack sees itself only, causally. Short sequences of like length share one kernel call;
+parallelism. Every sequence of a pack sees itself only, causally. Short sequences of like length share a kernel call;
 no mask spans the pack. With context parallelism keys and values are gathered once per call (one all-gather forward,
 one reduce-scatter backward) and each rank computes its two chunks of every sequence. Knows torch only: configs, group
 collections and pack descriptions are read by attribute.
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import sqrt
 from typing import Any, Protocol
 
@@ -28,12 +28,18 @@ from torch.nn.attention.bias import causal_lower_right
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-SHARED_LENGTH = 64
-"""Tokens: sequences up to this length always share a kernel call, whatever their lengths."""
+UNPADDED_DEVICES = frozenset({"cpu"})
+"""Device types where padding costs more than a kernel call: there, only neighbours of equal length share a call.
+
+Measured on a CPU: some 25 microseconds a call, less than copying a pack of unlike lengths into place. On a GPU a call is
+several launches, which short sequences cannot hide; that padding pays there is reasoned, not measured.
+"""
+SHARED_LENGTH = 128
+"""Tokens: on other devices sequences up to this length always share a kernel call, whatever their lengths."""
 SHARED_RATIO = 0.8
-"""Longer sequences share a call with any that is at least this fraction of the longest in it."""
-MASKED_LENGTH = 1024
-"""Tokens: with context parallelism a shared call of unlike lengths needs a mask, whose size is bounded by this."""
+"""Longer sequences share a call with any that is at least this fraction of the longest in it, up to SHARED_LIMIT."""
+SHARED_LIMIT = 1024
+"""Tokens: longer sequences share a call with equals only. Bounds the mask that context parallelism needs otherwise."""
 
 
 # Where the tokens are
@@ -123,13 +129,13 @@ class _Layout:
 # once. A pure function of its arguments, so a dropped entry costs time only.
 @lru_cache(maxsize=16)
 @torch.inference_mode(False)  # an inference tensor could not be saved for a later backward
-def _layout(lengths: tuple[int, ...], cp: int, rank: int, device: torch.device) -> _Layout:
+def _layout(lengths: tuple[int, ...], cp: int, rank: int, device: torch.device, padded: bool) -> _Layout:
     parts = 1 if cp == 1 else 2
     per_sequence = torch.tensor(lengths) // (1 if cp == 1 else 2 * cp)
     first_row = torch.empty(len(lengths), parts, dtype=torch.int64)
     batches = []
     rows = 0
-    for members in _shared_calls(lengths, cp):
+    for members in _padded_calls(lengths) if padded else _equal_calls(lengths):
         chunks = per_sequence[members]
         chunk = int(chunks.max())
         stop = rows + len(members) * parts * chunk
@@ -146,14 +152,19 @@ def _layout(lengths: tuple[int, ...], cp: int, rank: int, device: torch.device) 
     return _Layout(parts, rows, None if in_place else _to_device(slots, device), tuple(batches))
 
 
-def _shared_calls(lengths: Sequence[int], cp: int) -> list[list[int]]:
-    """Indices of the sequences that share a kernel call, ascending, for each call."""
+def _equal_calls(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the sequences that share a kernel call: neighbours of equal length."""
+    return [list(call) for _, call in groupby(range(len(lengths)), key=lambda index: lengths[index])]
+
+
+def _padded_calls(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of the sequences that share a kernel call: those of like length, wherever in the pack they are."""
     calls: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length = lengths[index]
         longest = lengths[calls[-1][0]] if calls else 0
-        alike = longest <= SHARED_LENGTH or length >= SHARED_RATIO * longest
-        if length == longest or (calls and alike and (cp == 1 or longest <= MASKED_LENGTH)):
+        alike = longest <= SHARED_LIMIT and (longest <= SHARED_LENGTH or length >= SHARED_RATIO * longest)
+        if calls and (length == longest or alike):
             calls[-1].append(index)
         else:
             calls.append([index])
@@ -214,7 +225,7 @@ def packed_attention(
             f"boundaries end at {sum(lengths)} tokens, but {cp} context-parallel rank(s) of {query.size(0)} tokens "
             f"hold {query.size(0) * cp}; alignment filler is a sequence, too"
         )
-    layout = _layout(lengths, cp, rank, query.device)
+    layout = _layout(lengths, cp, rank, query.device, query.device.type not in UNPADDED_DEVICES)
     # split, not slices: the gradient of a slice is as large as the pack.
     sizes = [batch.sequences * layout.parts * batch.chunk for batch in layout.batches]
     queries = layout.spread(query, 0).split(sizes)
@@ -337,7 +348,7 @@ def _in_order(stores: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
     ``width``: d of the keys.
     """
     if len(stores) == 2:
-        key, value = (store[0].flatten(1, 2) for store in stores)
+        key, value = (store.squeeze(0).flatten(1, 2) for store in stores)
         return key, value
     by_sequence = stores[0].transpose(0, 1)
     # Chunk r of rank r, in order of ranks; then chunk 2 * cp - 1 - r of rank r, in reverse order.
@@ -357,20 +368,22 @@ def _attend(
 ) -> Tensor:
     """Query [n, parts, chunk, heads, d] of the given chunks; key, value [n, keys, groups, d] -> as query."""
     chunk = query.size(2)
-    outputs = []
-    for part, (index, mask) in enumerate(zip(chunks, masks, strict=True)):
-        keys = (index + 1) * chunk
-        outputs.append(
-            _kernel(
-                query[:, part],
-                key[:, :keys],
-                value[:, :keys],
-                mask=mask,
-                softmax_scale=softmax_scale,
-                dropout_p=dropout_p,
-            )
+    if len(chunks) == 1:
+        # Views only: indexing would cost a copy of every gradient.
+        output = _kernel(query.squeeze(1), key, value, mask=masks[0], softmax_scale=softmax_scale, dropout_p=dropout_p)
+        return output.unsqueeze(1)
+    outputs = [
+        _kernel(
+            part,
+            key[:, : (index + 1) * chunk],
+            value[:, : (index + 1) * chunk],
+            mask=mask,
+            softmax_scale=softmax_scale,
+            dropout_p=dropout_p,
         )
-    return outputs[0].unsqueeze(1) if len(outputs) == 1 else torch.stack(outputs, dim=1)
+        for part, index, mask in zip(query.unbind(1), chunks, masks, strict=True)
+    ]
+    return torch.stack(outputs, dim=1)
 
 
 def _kernel(
@@ -445,8 +458,8 @@ class PackedDotProductAttention(nn.Module):
     """Core attention for Megatron's local layer spec: packed or not, with or without context parallelism.
 
     ``cp_group`` is the group of the next forward; it may be pointed at another one between micro-batches.
-    ``rng_fork`` gives the context in which attention dropout is drawn where sequence parallelism has not set one; to
-    draw alike Megatron's own attention, point it (class or instance) at its model-parallel RNG tracker's ``fork``.
+    ``rng_fork`` gives the context in which attention dropout is drawn where sequence parallelism has not set one; a
+    subclass points it (as a staticmethod) at Megatron's model-parallel RNG tracker to draw as Megatron's attention does.
     """
 
     rng_fork: Callable[[], AbstractContextManager[Any]] = staticmethod(nullcontext)
