@@ -75,7 +75,7 @@ choose_python() {
 }
 
 # What setup.cfg asks for, for use and for the tests, without torch and megatron-core, which have steps of their own.
-# packaging is megatron-core's own requirement, setuptools what an editable install needs.
+# packaging is megatron-core's own requirement; setuptools installs this package, and older ones need wheel beside them.
 requirements() {
     "$python" - "$root/setup.cfg" <<'PY'
 import configparser, re, sys
@@ -84,12 +84,12 @@ if not cfg.read(sys.argv[1], encoding="utf-8"):
     sys.exit(f"setup: no file {sys.argv[1]}")
 text = cfg["options"]["install_requires"] + cfg["options.extras_require"]["dev"]
 names = [line.strip() for line in text.splitlines() if line.strip()]
-print(*[n for n in names if re.split(r"[^\w-]", n)[0] not in ("torch", "megatron-core")], "packaging", "setuptools")
+print(*[n for n in names if re.split(r"[^\w-]", n)[0] not in ("torch", "megatron-core")], "packaging", "setuptools>=70.1")
 PY
 }
 
-# Torch's and Megatron's own wheels need Python 3.12. On 3.11 Megatron's source package works (torch 2.13 is what the
-# tests know there); pip has to be told to take it.
+# Megatron's wheels need Python 3.12. On 3.11 its source package works, which pip has to be told to take; torch 2.13 is
+# what the tests know there.
 make_plan() {
     torch="torch"
     megatron="megatron-core==$megatron_release"
