@@ -286,7 +286,7 @@ def _describe(ranks: list[_Rank], fn: Callable[..., Any], timeout: float) -> str
 
 
 def _end(ranks: list[_Rank]) -> None:
-    """Let ranks that reported leave by themselves; kill the others with whatever they started."""
+    """Let ranks that reported leave by themselves and kill the others, both with whatever they started."""
     for rank in ranks:
         if rank.reported:
             with suppress(OSError):
@@ -295,9 +295,10 @@ def _end(ranks: list[_Rank]) -> None:
             _kill(rank.process.pid)
     for rank in ranks:
         rank.process.join(5 if rank.reported else None)
-        if rank.process.is_alive() and rank.process.pid is not None:
+        if rank.process.pid is not None:
+            # A rank that left skips Python's own exit, in which helpers (of a checkpoint's writer) would be ended.
             _kill(rank.process.pid)
-            rank.process.join()
+        rank.process.join()
         rank.connection.close()
         rank.process.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -38,6 +39,10 @@ def _die(rank: int, world_size: int) -> None:
     if rank == 0:
         os._exit(7)
     dist.barrier()
+
+
+def _leave_a_child(rank: int, world_size: int) -> int:
+    return subprocess.Popen(["sleep", "600"]).pid
 
 
 def _no_group(rank: int, world_size: int) -> bool:
@@ -83,6 +88,14 @@ def test_a_hang_is_ended_at_the_timeout_and_located(tmp_path: object) -> None:
 def test_a_rank_that_dies_without_a_word_is_named() -> None:
     with pytest.raises(AssertionError, match="died without a traceback, exit code 7"):
         run_ranks(_die, 2, timeout=30)
+
+
+def test_what_a_rank_started_ends_with_it() -> None:
+    children = run_ranks(_leave_a_child, 2, init_process_group=False)
+    deadline = time.monotonic() + 20  # they have been killed; somebody else has to take them off the process table
+    while any(_is_alive(child) for child in children):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_ranks_may_initialise_by_themselves() -> None:
