@@ -9,16 +9,11 @@ import argparse
 import json
 import os
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
 from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
@@ -36,8 +31,8 @@ examples:
 """
 _AXIS_SETS: Final = ("tp", "cp", "dp", "pp", "tp-cp", "tp-dp", "tp-pp", "dp-cp", "tp-dp-cp")
 """Axes of the groups that Megatron makes for a dense model; those of its embeddings are counted beside them."""
+_LEFT: Final = ("lengths", "strategy", "kind", "axes")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
-_LEAST_WIDTH: Final = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,76 +220,49 @@ def _describe(resolved: ResolvedConfig, groups: Groups, memory: Sequence[Sequenc
 
 
 def _print_file(config: HotSPaConfig) -> None:
-    console, table = _console(), _table("lengths", "tp", "cp", "pp", "tokens/micro-batch")
+    console, table = tables.console(), tables.table("lengths", "tp", "cp", "pp", "tokens/micro-batch", left=_LEFT)
     ranges = _ranges(entry.max_length for entry in config.strategies)
     for lengths, entry in zip(ranges, config.strategies, strict=True):
         budget = "default" if entry.tokens_per_microbatch is None else f"{entry.tokens_per_microbatch:,}"
-        _row(table, _range(lengths), entry.tp, entry.cp, entry.pp, budget)
-    _print_table(console, "Strategies of the file", table)
-    _say(console, "Home takes what is longer. Give Megatron's arguments behind -- for home, groups and memory.")
-    _say(console, f"samples: {config.samples}; overlong: {config.overlong}")
+        tables.row(table, _range(lengths), entry.tp, entry.cp, entry.pp, budget)
+    tables.print_table(console, "Strategies of the file", table)
+    tables.say(console, "Home takes what is longer. Give Megatron's arguments behind -- for home, groups and memory.")
+    tables.say(console, f"samples: {config.samples}; overlong: {config.overlong}")
 
 
 def _print(
     resolved: ResolvedConfig, groups: Groups, memory: Sequence[Sequence[StageMemory]], line: MegatronCommandLine
 ) -> None:
-    console = _console()
+    console = tables.console()
     every = (*resolved.strategies, resolved.home)
     world = resolved.home.strategy.world_size
-    table = _table("lengths", "strategy", "kind", "tokens/micro-batch", "ranks")
+    table = tables.table("lengths", "strategy", "kind", "tokens/micro-batch", "ranks", left=_LEFT)
     for lengths, each in zip(_ranges(each.max_length for each in every), every, strict=True):
         ranks = f"{each.strategy.dp} x {each.strategy.replica_size}"
-        _row(table, _range(lengths), each.strategy, each.kind, f"{each.tokens_per_microbatch:,}", ranks)
-    _print_table(console, f"Strategies on {world} ranks", table)
-    _say(console, "Ranks: replicas x ranks of one replica.")
-    _say(console, f"samples: {resolved.config.samples}; overlong: {resolved.config.overlong}")
+        tables.row(table, _range(lengths), each.strategy, each.kind, f"{each.tokens_per_microbatch:,}", ranks)
+    tables.print_table(console, f"Strategies on {world} ranks", table)
+    tables.say(console, "Ranks: replicas x ranks of one replica.")
+    tables.say(console, f"samples: {resolved.config.samples}; overlong: {resolved.config.overlong}")
 
-    table = _table("axes", "distinct")
+    table = tables.table("axes", "distinct", left=_LEFT)
     for axes, count in groups.per_axes.items():
         if count:
-            _row(table, axes, count)
-    _print_table(console, "Groups of more than one rank", table)
-    _say(console, f"{groups.total} distinct in all, at most {groups.most_on_one_rank} on one rank.")
+            tables.row(table, axes, count)
+    tables.print_table(console, "Groups of more than one rank", table)
+    tables.say(console, f"{groups.total} distinct in all, at most {groups.most_on_one_rank} on one rank.")
 
     sizes = ("weights", "gradients", "optimizer", "active", "inactive")
-    table = _table("strategy", "kind", "stage", "parameters", *sizes)
+    table = tables.table("strategy", "kind", "stage", "parameters", *sizes, left=_LEFT)
     for each, stages in zip(every, memory, strict=True):
         most = max(stages, key=lambda stage: stage.known_bytes)
         inactive = most.known_bytes if each.kind is Kind.HOME else 0
         held = (most.parameter_bytes, most.gradient_bytes, most.optimizer_bytes, most.known_bytes, inactive)
-        _row(table, each.strategy, each.kind, most.stage, f"{most.parameters:,}", *map(_size, held))
-    _print_table(console, "Memory of the fullest rank", table)
-    _say(console, "A sibling runs on home's parameters; a guest's storage exists only while it runs.")
-    _say(console, "Activations are not counted. --json gives bytes, for every stage.")
+        tables.row(table, each.strategy, each.kind, most.stage, f"{most.parameters:,}", *map(_size, held))
+    tables.print_table(console, "Memory of the fullest rank", table)
+    tables.say(console, "A sibling runs on home's parameters; a guest's storage exists only while it runs.")
+    tables.say(console, "Activations are not counted. --json gives bytes, for every stage.")
     if line.optimizer_note is not None:
-        _say(console, f"The optimizer's state is not counted under {line.optimizer_note}.")
-
-
-def _console() -> Console:
-    """Standard output, never so narrow that a number is cut in two: files have no width, and terminals wrap lines."""
-    terminal = Console().width if sys.stdout.isatty() else 0
-    return Console(width=max(terminal, _LEAST_WIDTH), highlight=False)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=SIMPLE_HEAD if sys.stdout.isatty() else None, pad_edge=False)
-    for column in columns:
-        left = column in ("lengths", "strategy", "kind", "axes")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
-    return table
-
-
-def _print_table(console: Console, title: str, table: Table) -> None:
-    console.print(Text(f"\n{title}", style="bold"), table, sep="\n")
-
-
-def _row(table: Table, *cells: object) -> None:
-    # Text: what comes from the user must not be read as markup.
-    table.add_row(*(Text(str(cell)) for cell in cells))
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(Text(text), soft_wrap=True)
+        tables.say(console, f"The optimizer's state is not counted under {line.optimizer_note}.")
 
 
 def _range(lengths: tuple[int, int] | None) -> str:
