@@ -1,0 +1,283 @@
+"""Trainings for tests: a small corpus, a small GPT, and one call that trains it through megatron.training.pretrain.
+
+The ranks run examples/pretrain_small.py in processes that have Megatron on the CPU stand-in imported; what the training
+loop hands to its log is recorded in full precision. Corpora, weights and runs are made once per test process and then
+shared: a run is a function of its job. Nothing here checks anything.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import hashlib
+import shutil
+import sys
+import tempfile
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.spawn import REPOSITORY, run_ranks
+
+SCRIPT = REPOSITORY / "examples" / "pretrain_small.py"
+SEQ_LENGTH = 256
+VOCAB = 120
+"""The tokenizer adds an end of document; padded to 128 for every tensor-parallel size up to 4."""
+
+
+@functools.cache
+def workspace() -> Path:
+    """A folder of this test process, removed at its end."""
+    folder = Path(tempfile.mkdtemp(prefix="hotspa-trainings-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+# -------------------------------------------------------------------------------------------------------------- corpora
+
+
+def skewed_lengths(documents: int = 260, seed: int = 7) -> tuple[int, ...]:
+    """Tokens per document: most are short, some reach --seq-length, a few exceed it, one is of 1 token, one of 2."""
+    numbers = np.random.default_rng(seed)
+    lengths = np.minimum(np.exp(numbers.normal(3.3, 1.0, documents)).astype(int) + 3, SEQ_LENGTH + 1)
+    lengths[: documents // 16] = numbers.integers(SEQ_LENGTH // 2, SEQ_LENGTH + 1, documents // 16)
+    lengths = numbers.permutation(lengths)
+    # Apart from each other, and in the part that --split gives to training.
+    lengths[5 : documents // 2 : documents // 10][:5] = (1, 2, SEQ_LENGTH + 2, 2 * SEQ_LENGTH + 1, 3 * SEQ_LENGTH - 40)
+    return tuple(int(length) for length in lengths)
+
+
+@functools.cache
+def corpus(lengths: tuple[int, ...] | None = None) -> Path:
+    """The prefix of a corpus with documents of these lengths, each with its end of document; None: skewed ones."""
+    prefix = Path(tempfile.mkdtemp(prefix="corpus-", dir=workspace())) / "documents"
+    lengths = lengths or skewed_lengths()
+    run_ranks(_write_corpus, 1, prefix, lengths, prepare=import_megatron, init_process_group=False)
+    return prefix
+
+
+def _write_corpus(rank: int, world_size: int, prefix: Path, lengths: Sequence[int]) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    numbers = np.random.default_rng(len(lengths))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for length in lengths:
+        # Each document keeps to a few neighbouring tokens, so that there is something to learn from its start.
+        start = numbers.integers(VOCAB)
+        tokens = (start + np.abs(numbers.normal(0, 6, length)).astype(int)) % VOCAB
+        tokens[-1] = VOCAB
+        builder.add_document(torch.from_numpy(tokens.astype(np.uint16)), [length])
+    builder.finalize(f"{prefix}.idx")
+
+
+# ------------------------------------------------------------------------------------------------------------ arguments
+
+GROUPED_QUERIES = ("--group-query-attention", "--num-query-groups", "2")
+LLAMA = (*GROUPED_QUERIES, "--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm",
+         "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights")  # fmt: skip
+
+
+def arguments(
+    *more: str,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    iterations: int = 20,
+    batch: int = 16,
+    model: Sequence[str] = LLAMA,
+    documents: Path | None = None,
+) -> tuple[str, ...]:
+    """Megatron's command line for home at these sizes, then ``more``; None as ``documents`` is the skewed corpus."""
+    documents = documents or corpus()
+    sizes = f"""
+        --data-path {documents} --data-cache-path {documents}-cache --split 90,10,0 --num-workers 0 --seed 1234
+        --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 32
+        --num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 8
+        --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --hidden-dropout 0 --attention-dropout 0
+        --tensor-model-parallel-size {tp} --context-parallel-size {cp} --pipeline-model-parallel-size {pp}
+        --micro-batch-size 1 --global-batch-size {batch} --train-iters {iterations} --calculate-per-token-loss
+        --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
+        --adam-eps 1e-6 --log-interval 1 --eval-interval 1000000 --eval-iters 0
+        --transformer-impl local --attention-backend unfused --distributed-backend gloo
+        --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-persist-layer-norm
+        --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+    """
+    return (*sizes.split(), *model, *more)
+
+
+@functools.cache
+def common_weights() -> Path:
+    """A checkpoint of weights alone, from which runs of any layout can start."""
+    folder = workspace() / "weights"
+    save = ("--save", str(folder), "--save-interval", "1", "--no-save-optim", "--no-save-rng")
+    train(Job(arguments(*save, iterations=1), config=None))
+    return folder
+
+
+def from_common_weights() -> tuple[str, ...]:
+    """Start at iteration 0 with the common weights."""
+    return ("--load", str(common_weights()), "--finetune", "--no-load-optim", "--no-load-rng")
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One training. ``config``: the --hotspa-config file's text, None for a run without the flag; ``hooks``: installed
+    or not; ``before``: called on every rank after that, before the script runs (a module-level function)."""
+
+    arguments: tuple[str, ...]
+    config: str | None
+    _: dataclasses.KW_ONLY
+    ranks: int = 4
+    hooks: bool = True
+    before: Callable[[], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Iteration:
+    """What the training loop gave to its log after an iteration."""
+
+    number: int
+    loss: float
+    grad_norm: float
+    consumed_samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentSeen:
+    """A segment of a step; ``micro_batches``: how many each replica ran."""
+
+    strategy: str
+    kind: str
+    micro_batches: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeen:
+    """A forward-backward pass as the hooks ran it."""
+
+    first_sample: int
+    samples: int
+    segments: tuple[SegmentSeen, ...]
+
+
+@dataclasses.dataclass
+class Run:
+    """A finished training. ``parameters``: a hash of each parameter's bits by name, for every rank; ``output``: rank 0's."""
+
+    iterations: list[Iteration] = dataclasses.field(default_factory=list)
+    evaluations: list[float] = dataclasses.field(default_factory=list)
+    steps: list[StepSeen] = dataclasses.field(default_factory=list)
+    parameters: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    output: str = ""
+
+    @property
+    def losses(self) -> list[float]:
+        return [each.loss for each in self.iterations]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        return [each.grad_norm for each in self.iterations]
+
+
+@functools.cache
+def train(job: Job) -> Run:
+    """Run a job, once per test process."""
+    argv = [str(SCRIPT), *job.arguments]
+    if job.config is not None:
+        path = workspace() / f"{hashlib.sha256(job.config.encode()).hexdigest()[:12]}.yaml"
+        path.write_text(job.config)
+        argv += ["--hotspa-config", str(path)]
+    ranks: list[Run] = run_ranks(
+        _train, job.ranks, job, argv, timeout=240, prepare=import_megatron, init_process_group=False
+    )
+    # Losses are known on the last pipeline stage, which the last rank is on in every layout.
+    result = dataclasses.replace(ranks[-1], output=ranks[0].output)
+    result.parameters = [each for rank in ranks for each in rank.parameters]
+    return result
+
+
+def import_megatron() -> None:
+    """What a server of ranks has imported: the stand-in, and Megatron on it."""
+    from hotspa_megatron.hooks import cpu
+
+    cpu.install()
+    with cpu.quiet_imports():
+        import megatron.training.training  # noqa: F401
+
+
+def _train(rank: int, world_size: int, job: Job, argv: list[str]) -> Run:
+    from hotspa_megatron.hooks import install
+
+    if job.hooks:
+        install.install()
+    if job.before is not None:
+        job.before()
+    run = Run()
+    _record(run)
+    # Without a file: processes that a checkpoint spawns would import it again, and without the stand-in.
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    sys.argv = argv
+    exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), vars(main))
+    sys.stdout.flush()
+    run.output = Path("/proc/self/fd/1").read_text(errors="replace")
+    return run
+
+
+def _record(run: Run) -> None:
+    """Have this process's training loop note in ``run`` what it does."""
+    from megatron.training import get_args, training
+
+    from hotspa_megatron.hooks.forward_backward import StepRunner
+
+    def noting(owner: Any, name: str, note: Callable[..., None]) -> None:
+        original = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            note(result, *args, **kwargs)
+            return result
+
+        setattr(owner, name, call)
+
+    def log(_: Any, losses: dict[str, Any], *rest: Any, **options: Any) -> None:
+        iteration, grad_norm = rest[2], rest[6]
+        loss = float(losses["lm loss"]) if losses else float("nan")
+        run.iterations.append(Iteration(iteration, loss, float(grad_norm), get_args().consumed_train_samples))
+
+    def evaluation(result: Any, *_: Any, **__: Any) -> None:
+        run.evaluations += [float(loss) for loss in (result[0] or {}).values()]
+
+    def trained(_: Any, forward_step: Any, model: list[Any], *rest: Any, **options: Any) -> None:
+        named = [each for index, chunk in enumerate(model) for each in _named(chunk, index)]
+        run.parameters.append({name: _bits(parameter) for name, parameter in named})
+
+    def step(_: Any, runner: Any, *, step: Any, **options: Any) -> None:
+        segments = [
+            SegmentSeen(str(each.strategy), str(each.kind), tuple(len(batches) for batches in each.micro_batches))
+            for each in step.plan.segments
+        ]
+        run.steps.append(StepSeen(step.batch.first_sample, step.batch.samples, tuple(segments)))
+
+    noting(training, "training_log", log)
+    noting(training, "evaluate", evaluation)
+    noting(training, "train", trained)
+    noting(StepRunner, "run", step)
+
+
+def _named(chunk: Any, index: int) -> list[tuple[str, Any]]:
+    return [(f"{index}.{name}", parameter) for name, parameter in chunk.named_parameters()]
+
+
+def _bits(parameter: Any) -> str:
+    import torch
+
+    return hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
