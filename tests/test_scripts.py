@@ -409,6 +409,41 @@ def test_demo_exit_codes(
     assert json.loads((out / "report.json").read_text())["broken"] == ("fold" if flags else None)
 
 
+@pytest.mark.usefixtures("signals")
+def test_demo_reads_the_configuration_before_it_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "wrong.yaml").write_text("strategys: []\n")
+    for name, complaint in (("wrong.yaml", "strategys"), ("missing.yaml", "missing.yaml")):
+        assert demo.main(["--config", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+        assert complaint in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("flags", "code"), [([], 0), (["--break", "fold"], 1)], ids=["whole", "broken"])
+def test_demo_for_real(tmp_path: Path, flags: list[str], code: int) -> None:
+    """The broken run shows that the comparison can fail."""
+    command = [
+        sys.executable,
+        "-m",
+        "examples.demo",
+        "--iterations",
+        "10",
+        "--batch",
+        "8",
+        "--out",
+        str(tmp_path),
+        *flags,
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1000, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["iterations"] == len(written["static_losses"]) == len(written["hotspa_losses"]) == 10
+    assert {part["kind"] for part in written["segments"]} == {"guest", "sibling", "home"}
+    assert written["switch_bytes"] > 0
+    assert (written["max_rel_loss_diff"] > report.MAX_REL_LOSS_DIFF) == bool(flags)
+
+
 def test_demo_runs_the_same_training_twice() -> None:
     """Only the configuration differs; and what the pages promise of the demo's training holds."""
     arguments = training.megatron_arguments(corpus=Path("c"), cache=Path("d"), iterations=12, batch=64)

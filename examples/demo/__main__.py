@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 from examples.demo import corpus, report, training
+from hotspa_megatron.config import load_config
 
 _SWITCH: Final = re.compile(r"\bswitch \S+ -> \S+: .*")
 _RUN_LIMIT_S: Final = 900.0
@@ -40,6 +41,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def prepare(out: Path) -> Path:
     """Write the corpus and say what it is; returns its prefix."""
     out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").unlink(missing_ok=True)  # a report of another run must not outlive a failure of this one
     shutil.rmtree(out / "cache", ignore_errors=True)  # Megatron's index cache does not notice a changed corpus
     texts = list(corpus.documents(corpus.standard_library()))
     if not texts:
@@ -106,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, interrupt)
     began = time.monotonic()
     try:
+        load_config(options.config)  # a mistake in it is told now, not after the first run
         prefix = prepare(options.out)
         megatron = training.megatron_arguments(
             corpus=prefix, cache=options.out / "cache", iterations=options.iterations, batch=options.batch
@@ -124,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; all processes have been ended", file=sys.stderr)
         return 130
-    except (RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     print()
