@@ -12,6 +12,7 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -68,6 +69,10 @@ def install() -> None:
     _hand_out_empty_triton()
     _patches.set(torch, "compile", _compile_nothing)
     _keep_megatron_helpers_compiled()
+    # Megatron warns that the CPU generator moved under the CUDA one: here they are the same.
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(_not_about_generators)
+    _patches.on_undo("logging filter", lambda: logger.removeFilter(_not_about_generators))
 
 
 def uninstall() -> None:
@@ -78,6 +83,10 @@ def uninstall() -> None:
 def replaced() -> tuple[str, ...]:
     """The names that stand replaced now."""
     return _patches.replaced
+
+
+def _not_about_generators(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed" not in record.getMessage()
 
 
 # ---------------------------------------------------------------------------------------------------------- torch.cuda

@@ -288,16 +288,17 @@ class SegmentIterator:
             positions[begin : begin + padded] = np.minimum(np.arange(padded), piece.length - 1)
             boundaries.append(begin + padded)
             real.append(real[-1] + piece.length)
-        if boundaries[-1] < total:
-            # What is left is a sequence of its own, so that every token belongs to one and none sees another's.
-            real.append(real[-1] + total - boundaries[-1])
-            boundaries.append(total)
+        # What is left belongs to sequences of its own, none longer than the real ones: attention is quadratic.
+        longest = max(end - begin for begin, end in itertools.pairwise(boundaries))
+        while boundaries[-1] < total:
+            filler = min(longest, total - boundaries[-1])
+            real.append(real[-1] + filler)
+            boundaries.append(boundaries[-1] + filler)
         mine = zigzag_indices(boundaries, self._cp, self._at.cp).numpy()
 
         def part(values: NDArray[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.from_numpy(values[mine]).to(dtype).unsqueeze(0).cuda(non_blocking=True)
 
-        longest = max(end - begin for begin, end in itertools.pairwise(boundaries))
         return MicroBatch(
             tokens=part(tokens),
             labels=part(labels),

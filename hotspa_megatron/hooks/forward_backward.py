@@ -8,6 +8,7 @@ user's own forward_step. All of it is one forward-backward pass to Megatron's re
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import time
@@ -113,10 +114,38 @@ class StepRunner:
         if self._check_plans:
             self._compare_plans(step)
         self._sync_home_parameters(step)
-        record, tally, folds = StepRecord(), _Tally(), []
+        record, tally = StepRecord(), _Tally()
+        finalize = _config(self._model).finalize_model_grads_func
+        try:
+            folds = self._run_segments(forward_step_func, step, loader, record, tally, **options)
+        finally:
+            # After a step nothing of a guest stays, after a failed one either.
+            for guest in self._guests.values():
+                guest.release_parameters()
+                guest.release_gradients()
+        totals = self._sum_reports(tally)
+        self._finish_home(finalize, options)
+        for pending, move in folds:
+            started = time.perf_counter()
+            pending.finish()
+            record.folds.append(dataclasses.replace(move, seconds=move.seconds + time.perf_counter() - started))
+        self._scale(totals.pop(_TOKENS)[1])
+        record.losses = totals
+        return self._report(totals), record
+
+    def _run_segments(
+        self,
+        forward_step_func: Callable[..., Any],
+        step: Step,
+        loader: StepLoader,
+        record: StepRecord,
+        tally: _Tally,
+        **options: Any,
+    ) -> list[tuple[PendingReshard, Move]]:
+        """Forward and backward of every segment in order; returns the folds under way."""
         home_config = _config(self._model)
-        finalize = home_config.finalize_model_grads_func
-        home_runs_last = _HomeSchedule(self._model, step)
+        home_schedule = _HomeSchedule(self._model, step)
+        folds = []
         resident: Guest | None = None
         for position, segment in enumerate(step.plan.segments):
             iterator = self._iterator(step, segment, loader)
@@ -129,34 +158,23 @@ class StepRunner:
                     if resident is not None:
                         resident.release_parameters()
                     resident = guest
+                else:
+                    guest.materialise()
                 with self._segment(segment, position, guest.config, home_config):
                     reports = self._schedule(forward_step_func, guest.model, iterator, tally, **options)
                     self._finish_guest(guest)
                     tally.add(reports, self._reports_loss(segment.strategy))
-                pending, move = self._begin_fold(guest)
-                folds.append((pending, move))
+                folds.append(self._begin_fold(guest))
                 guest.release_gradients()
                 continue
             if resident is not None:
                 resident.release_parameters()
                 resident = None
-            with home_runs_last.accumulating(segment), self._segment(segment, position, home_config, home_config):
+            with home_schedule.accumulating(segment), self._segment(segment, position, home_config, home_config):
                 reports = self._schedule(forward_step_func, self._model, iterator, tally, **options)
                 tally.add(reports, self._reports_loss(segment.strategy))
-        if resident is not None:
-            resident.release_parameters()
-        home_runs_last.start_what_did_not_run()
-        totals = self._sum_reports(tally)
-        self._finish_home(finalize, options)
-        for pending, move in folds:
-            started = time.perf_counter()
-            pending.finish()
-            record.folds.append(Move(move.source, move.destination, move.num_bytes, move.messages,
-                                     move.seconds + time.perf_counter() - started))  # fmt: skip
-        tokens = totals.pop(_TOKENS)[1]
-        self._scale(tokens)
-        record.losses = totals
-        return self._report(totals), record
+        home_schedule.start_what_did_not_run()
+        return folds
 
     def _finish_home(self, finalize: Callable[..., None] | None, options: dict[str, Any]) -> None:
         from megatron.core.distributed import finalize_model_grads
