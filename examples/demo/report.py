@@ -192,7 +192,10 @@ def summary_lines(comparison: Comparison) -> list[str]:
     faster = comparison.static_step_s / comparison.hotspa_step_s if comparison.hotspa_step_s else math.inf
     losses = f"{verdict}; the losses differ by {worst} at most (allowed {comparison.tolerance:.0e})"
     times = f"static {comparison.static_step_s:.2f} s, with length groups {comparison.hotspa_step_s:.2f} s"
-    moved = f"parameters {mebibytes(comparison.switch_bytes)}, gradients {mebibytes(comparison.fold_bytes)}"
+    gradients = mebibytes(comparison.fold_bytes)
+    if not comparison.fold_bytes and any(part["kind"] == "guest" for part in comparison.segments):
+        gradients = "none (after a guest's own reduction every rank held home's part)"
+    moved = f"parameters {mebibytes(comparison.switch_bytes)}, gradients {gradients}"
     padding = f"{comparison.padding_fraction:.1%} of positions (static {comparison.static_padding_fraction:.1%})"
     return [
         f"{comparison.iterations} steps, {comparison.tokens:,} tokens: {losses}",
