@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.param_layout import (
+    ExpertAxes,
     Interval,
+    Layer,
     Layout,
+    LogicalParameter,
     RankPieces,
     flat_shards,
     gpt_parameters,
@@ -84,6 +88,60 @@ def layouts(draw: st.DrawFn, shape: ModelShape) -> Layout:
     return layout(shape, tp=tp, cp=cp, pp=pp, dp=replicas // cp, stages=stages)
 
 
+WIDE = 48
+"""Elements that split over tp 1, 2, 3, 4, 6, 8, 12 and 16."""
+EXPERTS = 6
+
+
+def mixed_parameters(layers: int = 3) -> tuple[LogicalParameter, ...]:
+    """A model of few elements that has every kind of tensor there is, with odd sizes wherever nothing splits."""
+    parameters = [
+        LogicalParameter(name="embedding.word_embeddings.weight", shape=(WIDE, 5), place="embedding", split_dim=0),
+        LogicalParameter(name="decoder.final_layernorm.weight", shape=(7,), place="head"),
+    ]
+    for number in range(layers):
+        place = Layer(number)
+        kinds: dict[str, dict[str, Any]] = {
+            "column": {"shape": (2 * WIDE, 3), "split_dim": 0},
+            "row": {"shape": (3, WIDE), "split_dim": 1},
+            "gated": {"shape": (2 * WIDE, 3), "split_dim": 0, "split_stride": 2},
+            "fused": {"shape": (WIDE + 2 * WIDE + WIDE,), "split_dim": 0, "split_sizes": (WIDE, 2 * WIDE, WIDE)},
+            "norm": {"shape": (7,)},
+            "scale": {"shape": ()},
+        }
+        for expert in range(EXPERTS):
+            kinds |= {
+                f"experts.{expert}.gated": {
+                    "shape": (2 * WIDE, 1),
+                    "split_dim": 0,
+                    "split_stride": 2,
+                    "expert": expert,
+                },
+                f"experts.{expert}.bias": {"shape": (5,), "expert": expert},
+            }
+        parameters += [LogicalParameter(name=f"{number}.{kind}", place=place, **of) for kind, of in kinds.items()]
+    return tuple(parameters)
+
+
+@st.composite
+def mixed_layouts(draw: st.DrawFn, parameters: tuple[LogicalParameter, ...], *, most_ranks: int = 32) -> Layout:
+    """``parameters`` under any strategy of up to ``most_ranks``: wide tp, any layer on any stage, any grid of experts."""
+    tp = draw(st.sampled_from([size for size in (1, 2, 3, 4, 6, 8, 12, 16) if size <= most_ranks]))
+    pp = draw(st.integers(1, min(3, most_ranks // tp)))
+    replicas = draw(st.integers(1, min(4, most_ranks // (tp * pp))))
+    grids = [
+        ExpertAxes(experts=EXPERTS, ep=ep, tp=etp)
+        for ep in (1, 2, 3, 6)
+        for etp in (1, 2, 3, 4)
+        if tp * replicas % (ep * etp) == 0
+    ]
+    layers = sorted({p.place.number for p in parameters if isinstance(p.place, Layer)})
+    stage_of = draw(st.lists(st.integers(0, pp - 1), min_size=len(layers), max_size=len(layers)))
+    stages = [[layer for layer, stage in zip(layers, stage_of, strict=True) if stage == index] for index in range(pp)]
+    strategy = Strategy(tp=tp, cp=1, pp=pp, dp=replicas)
+    return model_layout(parameters, strategy, stages, draw(st.booleans()), draw(st.sampled_from(grids)))
+
+
 def optimizer_intervals(of: Layout) -> dict[int, dict[int, list[Interval]]]:
     """Shards as a distributed optimizer makes them: equal ranges of the flat buffer of each (tp, pp) coordinate.
 
@@ -120,17 +178,21 @@ def full_tensors(of: Layout, *, dtype: torch.dtype = torch.float32, seed: int = 
 
 def expected(full: Sequence[torch.Tensor], of: Layout, rank: int) -> dict[int, torch.Tensor]:
     """What ``rank`` must hold, by parameter index: copies, cut from the whole tensors."""
-    at = of.strategy.coordinates(rank)
+    position = rank % (of.world_size // of.strategy.pp)
     held = {}
     for index, parameter in enumerate(of.parameters):
         if not of.holds(index, rank):
             continue
-        dim = parameter.split_dim
+        dim, width = parameter.split_dim, of.strategy.tp
+        if parameter.expert is not None:
+            assert of.experts is not None
+            width = of.experts.tp
         if dim is None:
             held[index] = full[index].clone()
             continue
-        blocks = full[index].chunk(parameter.split_stride, dim)
-        held[index] = torch.cat([block.chunk(of.strategy.tp, dim)[at.tp] for block in blocks], dim)
+        sizes = parameter.split_sizes or [parameter.shape[dim] // parameter.split_stride] * parameter.split_stride
+        blocks = full[index].split(sizes, dim)
+        held[index] = torch.cat([block.chunk(width, dim)[position % width] for block in blocks], dim)
     return held
 
 

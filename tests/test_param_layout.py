@@ -71,8 +71,8 @@ def test_every_element_is_held_as_often_as_the_strategy_says(data: st.DataObject
     strategy = of.strategy
     for index, parameter in enumerate(of.parameters):
         held = torch.zeros(parameter.shape, dtype=torch.int64)
-        for holder in of.holders(index):
-            held[_slices(holder.box)] += 1
+        for holding in of.holdings(index):
+            held[_slices(holding.box)] += len(holding.ranks)
         copies = 2 if tied and strategy.pp > 1 and parameter.name == "embedding.word_embeddings.weight" else 1
         times = copies * strategy.cp * strategy.dp * (strategy.tp if parameter.split_dim is None else 1)
         assert bool((held == times).all()), parameter.name
@@ -80,15 +80,16 @@ def test_every_element_is_held_as_often_as_the_strategy_says(data: st.DataObject
 
 @quick
 @given(st.data())
-def test_pieces_fill_each_local_tensor_once_and_agree_with_the_holders(data: st.DataObject) -> None:
+def test_pieces_fill_each_local_tensor_once_and_agree_with_the_holdings(data: st.DataObject) -> None:
     of = data.draw(layouts(model_shape(tied=True)))
-    by_holder: dict[int, list[Piece]] = {rank: [] for rank in range(of.world_size)}
+    by_rank: dict[int, list[Piece]] = {rank: [] for rank in range(of.world_size)}
     for index in range(len(of.parameters)):
-        for holder in of.holders(index):
-            by_holder[holder.rank].append(Piece(index, holder.box, holder.start))
+        for box, start, ranks in of.holdings(index):
+            for rank in ranks:
+                by_rank[rank].append(Piece(index, box, start))
     for rank in range(of.world_size):
         pieces = of.pieces(rank)
-        assert list(pieces) == sorted(pieces) == sorted(by_holder[rank])
+        assert list(pieces) == sorted(pieces) == sorted(by_rank[rank])
         local = {
             index: torch.zeros(of.local_shape(index, rank), dtype=torch.int64)
             for index in range(len(of.parameters))
@@ -119,14 +120,14 @@ def test_tied_embeddings_are_on_both_ends_of_a_pipeline_and_once_without_one() -
     shape = model_shape(tied=True)
     for pp, ranks in ((1, [0]), (2, [0, 1]), (4, [0, 3])):
         of = layout(shape, pp=pp)
-        assert [holder.rank for holder in of.holders(0)] == ranks
+        assert [list(holding.ranks) for holding in of.holdings(0)] == [ranks]
         assert not any(parameter.name == "output_layer.weight" for parameter in of.parameters)
 
 
 def test_uneven_stages_place_layers_by_number() -> None:
     of = layout(model_shape(layers=5), pp=3, stages=stage_layers(5, 3, 2, 1))
     norm = "decoder.layers.{}.input_layernorm.weight"
-    where = [[holder.rank for holder in of.holders(_index(of, norm.format(number)))] for number in range(5)]
+    where = [list(of.holdings(_index(of, norm.format(number)))[0].ranks) for number in range(5)]
     assert where == [[0], [0], [1], [1], [2]]
     with pytest.raises(ValueError, match=r"rank 0 holds nothing of decoder\.layers\.4"):
         of.local_shape(_index(of, norm.format(4)), 0)
@@ -167,8 +168,8 @@ def test_optimizer_shards_partition_what_their_ranks_hold(data: st.DataObject) -
     strategy = of.strategy
     for index, parameter in enumerate(of.parameters):
         held = torch.zeros(parameter.shape, dtype=torch.int64)
-        for holder in shards.holders(index):
-            held[_slices(holder.box)] += 1
+        for holding in shards.holdings(index):
+            held[_slices(holding.box)] += len(holding.ranks)
         assert bool((held == (strategy.tp if parameter.split_dim is None else 1)).all()), parameter.name
     for rank in range(of.world_size):
         whole = {piece.parameter: piece for piece in of.pieces(rank)}

@@ -1,13 +1,15 @@
 """Which rank holds which region of every parameter under a strategy.
 
-A parameter is known by its global name (Megatron's own module name with the global layer number) and its whole shape; a
-layout says where its regions lie in the ranks' local tensors. The map is physical: the interleaved halves of a gated
-fc1, uneven stages, both copies of tied embeddings, the flat intervals of the distributed optimizer. Nothing here moves
-data or knows a device; ``reshard_plan`` reads two layouts and decides the transfers.
+A parameter is known by its global name (Megatron's own module name with the global numbers of layer and expert) and its
+whole shape; a layout says where its regions lie in the ranks' local tensors. The map is physical: the interleaved halves
+of a gated fc1, uneven and virtual stages, both copies of tied embeddings, experts on their own grid of ranks, the flat
+intervals of the distributed optimizer. Nothing here moves data or knows a device; ``reshard_plan`` reads two layouts and
+decides the transfers.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ OUTPUT_LAYER: Final = "output_layer.weight"
 
 Point = tuple[int, ...]
 Interval = tuple[int, int]
+Ranks = range | tuple[int, ...]
+"""Ascending global ranks: a range where they are evenly spaced, so that thousands of replicas cost nothing."""
 
 
 class Box(NamedTuple):
@@ -74,12 +78,16 @@ Place = Layer | Literal["embedding", "head"]
 
 @dataclass(frozen=True, kw_only=True)
 class LogicalParameter:
-    """One parameter of the whole model, whatever ranks its pieces lie on.
+    """One tensor of the whole model, whatever ranks its pieces lie on: a parameter, or a buffer that is kept.
 
     ``shape`` is global, in elements. Tensor parallelism over n ranks splits dim ``split_dim`` (None: every rank of the
-    tensor-parallel group holds all of it): the dim is ``split_stride`` equal blocks, each is cut into n equal parts,
-    and a rank's local tensor is its parts of all blocks, joined in order. Stride 2 is a gated fc1, whose local tensor
-    is [gate part; up part]; everything else, a fused QKV included, is stride 1.
+    tensor-parallel group holds all of it): the dim is a row of blocks, each is cut into n equal parts, and a rank's
+    local tensor is its parts of all blocks, joined in order. The blocks are ``split_stride`` equal ones, or those of
+    ``split_sizes`` (elements along the dim, Megatron's partition_sizes times n). Two equal blocks are a gated fc1, whose
+    local tensor is [gate part; up part]; unequal ones a fused projection whose parts are sharded one by one; everything
+    else, a fused QKV included, is one block.
+
+    ``expert`` is the global number of the expert that the tensor belongs to: then it lies on the experts' grid of ranks.
     """
 
     name: str
@@ -87,12 +95,56 @@ class LogicalParameter:
     place: Place
     split_dim: int | None = None
     split_stride: int = 1
+    split_sizes: tuple[int, ...] | None = None
+    expert: int | None = None
 
     def __post_init__(self) -> None:
         if self.split_dim is not None and not 0 <= self.split_dim < len(self.shape):
             raise ValueError(f"{self.name}: split dim {self.split_dim} is outside shape {self.shape}")
         if self.split_stride < 1:
             raise ValueError(f"{self.name}: split stride {self.split_stride} must be at least 1")
+        if self.split_sizes is None:
+            return
+        if self.split_dim is None or self.split_stride > 1:
+            raise ValueError(f"{self.name}: split sizes {self.split_sizes} need a split dim and no split stride")
+        if min(self.split_sizes) < 1 or sum(self.split_sizes) != self.shape[self.split_dim]:
+            raise ValueError(
+                f"{self.name}: split sizes {self.split_sizes} do not add up to dim {self.split_dim} of {self.shape}"
+            )
+
+    def blocks(self) -> tuple[Interval, ...]:
+        """The blocks of the split dim that are cut one by one; none where nothing is split."""
+        if self.split_dim is None:
+            return ()
+        size = self.shape[self.split_dim]
+        sizes = self.split_sizes or (size // self.split_stride,) * self.split_stride
+        return tuple(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertAxes:
+    """How the experts of every mixture layer lie over the ranks of a pipeline stage, in Megatron's order tp-ep-dp.
+
+    ``ep`` ranks share the ``experts`` out in equal runs of consecutive numbers; each expert is split over ``tp`` ranks
+    (--expert-tensor-parallel-size), and what is left of the stage holds replicas. Raises ValueError for sizes below 1
+    and where the experts do not divide.
+    """
+
+    experts: int
+    ep: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.experts, self.ep, self.tp) < 1:
+            raise ValueError(f"experts {self.experts}, ep {self.ep} and expert tp {self.tp} must be at least 1")
+        if self.experts % self.ep:
+            raise ValueError(f"{self.experts} experts do not divide over ep {self.ep}")
+
+    def ep_rank(self, expert: int) -> int:
+        """The expert-parallel rank that holds an expert; ValueError for a number that no expert has."""
+        if not 0 <= expert < self.experts:
+            raise ValueError(f"expert {expert} is not one of {self.experts}")
+        return expert // (self.experts // self.ep)
 
 
 class Piece(NamedTuple):
@@ -106,12 +158,12 @@ class Piece(NamedTuple):
     start: Point
 
 
-class Holder(NamedTuple):
-    """One rank that holds a region of some parameter; ``box`` and ``start`` as in ``Piece``."""
+class Holding(NamedTuple):
+    """A region of some parameter and every rank that holds it at the same place; ``box`` and ``start`` as in ``Piece``."""
 
-    rank: int
     box: Box
     start: Point
+    ranks: Ranks
 
 
 class Placement(Protocol):
@@ -127,13 +179,26 @@ class Placement(Protocol):
         """What the rank holds, sorted."""
         ...
 
-    def holders(self, parameter: int) -> tuple[Holder, ...]:
-        """Who holds the parameter of this index, sorted."""
+    def holdings(self, parameter: int) -> tuple[Holding, ...]:
+        """Who holds the parameter of this index, sorted; no box and start come twice."""
         ...
 
     def local_shape(self, parameter: int, rank: int) -> Point:
         """Shape of the rank's local tensor that the starts of its pieces refer to."""
         ...
+
+
+class _Grid(NamedTuple):
+    """The ranks of a stage that hold a tensor: part t of ``width`` at ``offset + t``, and its replicas ``step`` apart."""
+
+    width: int
+    offset: int
+    step: int
+
+    def part(self, position: int) -> int | None:
+        """Which part the rank at this position of its stage holds, None where it holds nothing."""
+        part = (position - self.offset) % self.step
+        return part if part < self.width else None
 
 
 class Layout:
@@ -144,14 +209,20 @@ class Layout:
     """
 
     def __init__(
-        self, parameters: tuple[LogicalParameter, ...], strategy: Strategy, stages: tuple[tuple[int, ...], ...]
+        self,
+        parameters: tuple[LogicalParameter, ...],
+        strategy: Strategy,
+        stages: tuple[tuple[int, ...], ...],
+        experts: ExpertAxes | None = None,
     ) -> None:
         """``stages`` holds for each parameter the pipeline stages it lives on, ascending."""
         self.parameters = parameters
         self.strategy = strategy
+        self.experts = experts
         self._stages = stages
-        self._pieces: dict[tuple[int, int], tuple[Piece, ...]] = {}
-        self._holders: dict[tuple[Point, int | None, int, tuple[int, ...]], tuple[Holder, ...]] = {}
+        self._stage_size = strategy.world_size // strategy.pp
+        self._pieces: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
+        self._holdings: dict[tuple[object, ...], tuple[Holding, ...]] = {}
 
     @property
     def world_size(self) -> int:
@@ -159,45 +230,84 @@ class Layout:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """What the rank holds, sorted by parameter and region; ValueError for a rank outside the strategy."""
-        at = self.strategy.coordinates(rank)
-        if (at.pp, at.tp) not in self._pieces:
-            self._pieces[at.pp, at.tp] = tuple(
+        stage, position = self._place(rank)
+        expert_grid = 1 if self.experts is None else self.experts.ep * self.experts.tp
+        key = (stage, position % self.strategy.tp, position % expert_grid)
+        if key not in self._pieces:
+            self._pieces[key] = tuple(
                 Piece(index, box, start)
                 for index, parameter in enumerate(self.parameters)
-                if at.pp in self._stages[index]
-                for box, start in _parts(parameter, self.strategy.tp, at.tp)
+                for box, start in self._parts_on(parameter, self._stages[index], stage, position)
             )
-        return self._pieces[at.pp, at.tp]
+        return self._pieces[key]
 
-    def holders(self, parameter: int) -> tuple[Holder, ...]:
-        """Every rank's regions of the parameter of this index, sorted by rank and region."""
+    def holdings(self, parameter: int) -> tuple[Holding, ...]:
+        """Every region of the parameter of this index with its ranks, sorted."""
         logical = self.parameters[parameter]
-        key = (logical.shape, logical.split_dim, logical.split_stride, self._stages[parameter])
-        if key not in self._holders:
-            ranks = ((rank, self.strategy.coordinates(rank)) for rank in range(self.world_size))
-            self._holders[key] = tuple(
-                Holder(rank, box, start)
-                for rank, at in ranks
-                if at.pp in self._stages[parameter]
-                for box, start in _parts(logical, self.strategy.tp, at.tp)
+        grid, stages = self._grid(logical), self._stages[parameter]
+        key = (logical.shape, logical.split_dim, logical.blocks(), grid, stages)
+        if key not in self._holdings:
+            if logical.split_dim is None:
+                slots = [range(grid.width)]
+            else:
+                slots = [range(part, part + 1) for part in range(grid.width)]
+            self._holdings[key] = tuple(
+                sorted(
+                    Holding(box, start, self._ranks(grid, slot, stages))
+                    for slot in slots
+                    for box, start in _parts(logical, grid.width, slot.start)
+                )
             )
-        return self._holders[key]
+        return self._holdings[key]
 
     def holds(self, parameter: int, rank: int) -> bool:
-        return self.strategy.coordinates(rank).pp in self._stages[parameter]
+        stage, position = self._place(rank)
+        return stage in self._stages[parameter] and self._grid(self.parameters[parameter]).part(position) is not None
 
     def local_shape(self, parameter: int, rank: int) -> Point:
         """Shape of the rank's local tensor, in elements; ValueError where it has none."""
         logical = self.parameters[parameter]
         if not self.holds(parameter, rank):
             raise ValueError(f"rank {rank} holds nothing of {logical.name} under {self.strategy}")
-        return tuple(
-            size // self.strategy.tp if dim == logical.split_dim else size for dim, size in enumerate(logical.shape)
-        )
+        width = self._grid(logical).width
+        return tuple(size // width if dim == logical.split_dim else size for dim, size in enumerate(logical.shape))
 
     def local_numel(self, rank: int) -> int:
         """Elements that the rank holds over all parameters."""
         return sum(piece.box.numel for piece in self.pieces(rank))
+
+    def _place(self, rank: int) -> tuple[int, int]:
+        """The rank's pipeline stage and its position among the ranks of that stage."""
+        at = self.strategy.coordinates(rank)
+        return at.pp, rank - at.pp * self._stage_size
+
+    def _grid(self, parameter: LogicalParameter) -> _Grid:
+        if parameter.expert is None:
+            return _Grid(self.strategy.tp, 0, self.strategy.tp)
+        assert self.experts is not None  # model_layout refuses an expert without axes
+        width = self.experts.tp
+        return _Grid(width, width * self.experts.ep_rank(parameter.expert), width * self.experts.ep)
+
+    def _parts_on(
+        self, parameter: LogicalParameter, stages: tuple[int, ...], stage: int, position: int
+    ) -> Iterator[tuple[Box, Point]]:
+        grid = self._grid(parameter)
+        part = grid.part(position)
+        if stage in stages and part is not None:
+            yield from _parts(parameter, grid.width, part)
+
+    def _ranks(self, grid: _Grid, slot: range, stages: tuple[int, ...]) -> Ranks:
+        """Every rank that holds one of the parts in ``slot``, on any of the stages."""
+        first = [stage * self._stage_size for stage in stages]
+        if len(slot) == grid.step:
+            ranges = [range(start, start + self._stage_size) for start in first]
+        else:
+            ranges = [
+                range(start + grid.offset + part, start + self._stage_size, grid.step)
+                for start in first
+                for part in slot
+            ]
+        return ranges[0] if len(ranges) == 1 else tuple(sorted(itertools.chain.from_iterable(ranges)))
 
 
 class RankPieces:
@@ -209,11 +319,14 @@ class RankPieces:
     def __init__(self, layout: Layout, pieces: Mapping[int, tuple[Piece, ...]]) -> None:
         self.layout = layout
         self._pieces = {rank: tuple(sorted(pieces[rank])) for rank in sorted(pieces)}
-        holders: dict[int, list[Holder]] = {}
+        ranks: dict[Piece, list[int]] = {}
         for rank, held in self._pieces.items():
             for piece in held:
-                holders.setdefault(piece.parameter, []).append(Holder(rank, piece.box, piece.start))
-        self._holders = {parameter: tuple(sorted(of)) for parameter, of in holders.items()}
+                ranks.setdefault(piece, []).append(rank)
+        holdings: dict[int, list[Holding]] = {}
+        for parameter, box, start in sorted(ranks):
+            holdings.setdefault(parameter, []).append(Holding(box, start, tuple(ranks[Piece(parameter, box, start)])))
+        self._holdings = {parameter: tuple(of) for parameter, of in holdings.items()}
 
     @property
     def parameters(self) -> tuple[LogicalParameter, ...]:
@@ -226,20 +339,26 @@ class RankPieces:
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         return self._pieces.get(rank, ())
 
-    def holders(self, parameter: int) -> tuple[Holder, ...]:
-        return self._holders.get(parameter, ())
+    def holdings(self, parameter: int) -> tuple[Holding, ...]:
+        return self._holdings.get(parameter, ())
 
     def local_shape(self, parameter: int, rank: int) -> Point:
         return self.layout.local_shape(parameter, rank)
 
 
 def model_layout(
-    parameters: Sequence[LogicalParameter], strategy: Strategy, layers: Sequence[Collection[int]], tied: bool
+    parameters: Sequence[LogicalParameter],
+    strategy: Strategy,
+    layers: Sequence[Collection[int]],
+    tied: bool,
+    experts: ExpertAxes | None = None,
 ) -> Layout:
     """Lay ``parameters`` over the ranks of ``strategy``.
 
     ``layers`` holds, for each pipeline stage, the numbers of its decoder layers, counted from 0 (virtual stages: of all
     its chunks). ``tied``: the last stage holds a copy of the word embeddings, unless it is the first stage, too.
+    ``experts`` says where parameters with an expert number lie. Buffers that are kept are laid out by a call of their
+    own, so that a plan moves them in their own dtype.
 
     Raises ValueError, naming the parameter, where a tensor does not split evenly or a layer is on no stage or on two.
     """
@@ -257,21 +376,33 @@ def model_layout(
         if parameter.name in seen:
             raise ValueError(f"{parameter.name} is given twice")
         seen.add(parameter.name)
-        _check_split(parameter, strategy)
+        _check_split(parameter, strategy, experts)
         stages.append(_stages_of(parameter, strategy.pp, stage_of, tied))
     if tied and OUTPUT_LAYER in seen:
         raise ValueError(f"{OUTPUT_LAYER} is given, but tied embeddings leave {WORD_EMBEDDINGS} alone")
-    return Layout(tuple(parameters), strategy, tuple(stages))
+    stage_size = strategy.world_size // strategy.pp
+    if experts is not None and stage_size % (experts.ep * experts.tp):
+        raise ValueError(
+            f"the {stage_size} ranks of a stage of {strategy} do not divide over ep {experts.ep} x expert tp {experts.tp}"
+        )
+    return Layout(tuple(parameters), strategy, tuple(stages), experts)
 
 
-def _check_split(parameter: LogicalParameter, strategy: Strategy) -> None:
+def _check_split(parameter: LogicalParameter, strategy: Strategy, experts: ExpertAxes | None) -> None:
+    axis, parts = "tp", strategy.tp
+    if parameter.expert is not None:
+        if experts is None:
+            raise ValueError(f"{parameter.name} belongs to expert {parameter.expert}, but no expert axes are given")
+        experts.ep_rank(parameter.expert)
+        axis, parts = "expert tp", experts.tp
     if parameter.split_dim is None:
         return
-    size, parts = parameter.shape[parameter.split_dim], parameter.split_stride * strategy.tp
-    if size % parts:
+    size, sizes = parameter.shape[parameter.split_dim], parameter.split_sizes
+    if any(block % parts for block in sizes) if sizes else size % (parameter.split_stride * parts):
+        blocks = f"blocks of {', '.join(map(str, sizes))}" if sizes else str(parameter.split_stride)
         raise ValueError(
-            f"{parameter.name}: dim {parameter.split_dim} of size {size} does not split into "
-            f"{parameter.split_stride} x tp {strategy.tp} equal parts"
+            f"{parameter.name}: dim {parameter.split_dim} of size {size} does not split into {blocks} x {axis} {parts} "
+            "equal parts"
         )
 
 
@@ -287,21 +418,22 @@ def _stages_of(parameter: LogicalParameter, pp: int, stage_of: Mapping[int, int]
             return (pp - 1,)
 
 
-def _parts(parameter: LogicalParameter, tp: int, tp_rank: int) -> Iterator[tuple[Box, Point]]:
-    """Regions of one tensor-parallel rank and where each starts in its local tensor, ascending."""
+def _parts(parameter: LogicalParameter, width: int, part: int) -> Iterator[tuple[Box, Point]]:
+    """Regions of one of ``width`` ranks that split a tensor, and where each starts in its local tensor, ascending."""
     origin = (0,) * len(parameter.shape)
     dim = parameter.split_dim
-    if dim is None or tp == 1:
-        # With tp 1 the blocks lie side by side: one region, however many blocks.
+    if dim is None or width == 1:
+        # With one rank the blocks lie side by side: one region, however many blocks.
         yield Box(origin, parameter.shape), origin
         return
-    block = parameter.shape[dim] // parameter.split_stride
-    part = block // tp
-    for index in range(parameter.split_stride):
-        low = index * block + tp_rank * part
+    start = 0
+    for first, last in parameter.blocks():
+        size = (last - first) // width
+        low = first + part * size
         lo = (*origin[:dim], low, *origin[dim + 1 :])
-        hi = (*parameter.shape[:dim], low + part, *parameter.shape[dim + 1 :])
-        yield Box(lo, hi), (*origin[:dim], index * part, *origin[dim + 1 :])
+        hi = (*parameter.shape[:dim], low + size, *parameter.shape[dim + 1 :])
+        yield Box(lo, hi), (*origin[:dim], start, *origin[dim + 1 :])
+        start += size
 
 
 def flat_shards(layout: Layout, intervals: Mapping[int, Mapping[int, Sequence[Interval]]]) -> RankPieces:

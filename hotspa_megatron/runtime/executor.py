@@ -1,7 +1,8 @@
 """Carries one rank's part of a reshard plan out: copy or pack, exchange, unpack or add.
 
-It only walks the plan and decides nothing. There is no barrier and no device-wide synchronisation: a rank with nothing
-to do returns at once, and on CUDA everything is ordered on the current stream.
+It only walks the plan and decides nothing. A later phase relays what an earlier one brought. There is no barrier and no
+device-wide synchronisation: a rank with nothing to do returns at once, and on CUDA everything is ordered on the current
+stream.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hotspa_megatron.planning.reshard_plan import Cell, RankPlan
+from hotspa_megatron.planning.reshard_plan import DESTINATION, Cell, Phase, RankPlan
 from hotspa_megatron.runtime.transport import Exchange, Transport
 
 Tensors = Mapping[int, torch.Tensor]
@@ -22,26 +23,44 @@ class PendingReshard:
     """A move that has begun. Its sources are free to be released; its destination is complete after ``finish``."""
 
     def __init__(
-        self,
-        exchange: Exchange | None,
-        inbox: list[tuple[torch.Tensor, tuple[Cell, ...]]],
-        destination: Tensors,
-        accumulate: bool,
+        self, plan: RankPlan, destination: Tensors, transport: Transport, accumulate: bool, dtype: torch.dtype
     ) -> None:
-        self._exchange = exchange
-        self._inbox = inbox
-        self._destination = destination
-        self._accumulate = accumulate
+        self._later = list(plan.phases)
+        self._destination, self._transport = destination, transport
+        self._accumulate, self._dtype = accumulate, dtype
+        self._exchange: Exchange | None = None
+        self._inbox: list[tuple[torch.Tensor, tuple[Cell, ...]]] = []
         self._finished = False
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for what is under way, then write it to the destination or add it. RuntimeError when called twice."""
-        if self._finished:
-            raise RuntimeError("this move was finished before; a second time would add its values twice")
-        self._finished = True
+    def start(self, sources: Sequence[Tensors]) -> None:
+        """Start the next phase."""
+        phase = self._later.pop(0)
+        if phase.is_empty:
+            return
+        device = next(iter((*self._destination.values(), *(tensor for of in sources for tensor in of.values())))).device
+        self._exchange, self._inbox = _exchange(phase, sources, self._destination, self._transport, self._dtype, device)
+        if phase.copies and self._accumulate:
+            # Adding waits for finish, but the source may be gone by then.
+            self._inbox.append((_pack(phase.copies, sources, self._destination, self._dtype, device), phase.copies))
+        elif phase.copies:
+            torch._foreach_copy_(
+                [_region(self._destination, c.parameter, c.destination_start, c.shape) for c in phase.copies],
+                [
+                    _region(sources[c.source], c.parameter, c.source_start, c.shape).to(self._dtype)
+                    for c in phase.copies
+                ],
+            )
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Wait for the phase under way, write what it brought to the destination or add it, and start the next phase.
+
+        Ranks that share a process take turns with it; ``finish`` is all others need.
+        """
         if self._exchange is not None:
             self._exchange.wait()
+            self._exchange = None
         for buffer, cells in self._inbox:
             views = [_region(self._destination, c.parameter, c.destination_start, c.shape) for c in cells]
             if self._accumulate:
@@ -49,6 +68,16 @@ class PendingReshard:
             else:
                 torch._foreach_copy_(views, _unpacked(buffer, cells))
         self._inbox = []
+        if self._later:
+            self.start(())
+
+    def finish(self) -> None:
+        """Carry out what is left of every phase. RuntimeError when called twice."""
+        if self._finished:
+            raise RuntimeError("this move was finished before; a second time would add its values twice")
+        self._finished = True
+        while self._later or self._inbox or self._exchange is not None:
+            self.advance()
 
 
 def execute(
@@ -83,34 +112,38 @@ def begin(
     while gradients are still being accumulated there; without it, regions overwrite. Values travel as ``dtype``, local
     copies included: replicas must not differ by who sent to them.
 
-    No autograd graph is built. Raises RuntimeError, naming the parameter, before anything is exchanged, where a local
-    tensor is missing or its shape is not the plan's.
+    No autograd graph is built. Before anything is exchanged, raises RuntimeError, naming the parameter, where a local
+    tensor is missing or its shape is not the plan's, and ValueError for a plan that relays what it should add.
     """
     _check(plan, sources, destination)
-    if plan.is_empty:
-        return PendingReshard(None, [], destination, accumulate)
-    device = next(iter((*destination.values(), *(tensor for of in sources for tensor in of.values())))).device
-    inbox: list[tuple[torch.Tensor, tuple[Cell, ...]]] = []
+    if accumulate and any(cell.source == DESTINATION for phase in plan.phases for m in phase.sends for cell in m.cells):
+        raise ValueError("a plan in two phases relays what it has written and cannot add; plan with two_phase=False")
+    pending = PendingReshard(plan, destination, transport, accumulate, dtype)
+    pending.start(sources)
+    return pending
+
+
+def _exchange(
+    phase: Phase,
+    sources: Sequence[Tensors],
+    destination: Tensors,
+    transport: Transport,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Exchange | None, list[tuple[torch.Tensor, tuple[Cell, ...]]]]:
+    """Pack and start; what arrives lies in the buffers afterwards."""
     packed: dict[int, torch.Tensor] = {}
-    for index, message in enumerate(plan.sends):
-        first = plan.packed_as[index]
+    for index, message in enumerate(phase.sends):
+        first = phase.packed_as[index]
         if first not in packed:
-            packed[first] = _pack(message.cells, sources, dtype, device)
+            packed[first] = _pack(message.cells, sources, destination, dtype, device)
         transport.submit_send(packed[first], message.peer)
-    for message in plan.receives:
+    inbox = []
+    for message in phase.receives:
         buffer = torch.empty(message.numel, dtype=dtype, device=device)
         transport.submit_receive(buffer, message.peer)
         inbox.append((buffer, message.cells))
-    exchange = transport.run() if plan.sends or plan.receives else None
-    if plan.copies and accumulate:
-        # Adding waits for finish, but the source may be gone by then.
-        inbox.append((_pack(plan.copies, sources, dtype, device), plan.copies))
-    elif plan.copies:
-        torch._foreach_copy_(
-            [_region(destination, c.parameter, c.destination_start, c.shape) for c in plan.copies],
-            [_region(sources[c.source], c.parameter, c.source_start, c.shape).to(dtype) for c in plan.copies],
-        )
-    return PendingReshard(exchange, inbox, destination, accumulate)
+    return (transport.run() if phase.sends or phase.receives else None), inbox
 
 
 def _check(plan: RankPlan, sources: Sequence[Tensors], destination: Tensors) -> None:
@@ -135,10 +168,17 @@ def _region(tensors: Tensors, parameter: int, start: tuple[int, ...], shape: tup
 
 
 def _pack(
-    cells: tuple[Cell, ...], sources: Sequence[Tensors], dtype: torch.dtype, device: torch.device
+    cells: tuple[Cell, ...],
+    sources: Sequence[Tensors],
+    destination: Tensors,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> torch.Tensor:
     buffer = torch.empty(sum(math.prod(cell.shape) for cell in cells), dtype=dtype, device=device)
-    views = [_region(sources[c.source], c.parameter, c.source_start, c.shape) for c in cells]
+    views = [
+        _region(destination if c.source == DESTINATION else sources[c.source], c.parameter, c.source_start, c.shape)
+        for c in cells
+    ]
     torch._foreach_copy_(_unpacked(buffer, cells), views)
     return buffer
 
