@@ -1,4 +1,4 @@
-"""Packing and step plans: every sequence once, the budget strict, the same on every rank."""
+"""Step plans: every sequence once, guests first and home last, merges that pay, the same on every rank."""
 
 from __future__ import annotations
 
@@ -6,63 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotspa_megatron.planning.alignment import Alignment, alignment_of
-from hotspa_megatron.planning.packing import pack
+from hotspa_megatron.planning.alignment import alignment_of
 from hotspa_megatron.planning.step_plan import LengthGroup, StepPlan, StepPlanner
 from hotspa_megatron.strategy import Kind, Strategy
-
-alignments = st.sampled_from(
-    [
-        Alignment(sequence=1, total=1),
-        Alignment(sequence=4, total=4),
-        Alignment(sequence=4, total=8),
-        Alignment(sequence=1, total=2),
-    ]
-)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 300), max_size=60),
-    slack=st.integers(0, 500),
-    dp=st.integers(1, 5),
-    alignment=alignments,
-)
-def test_every_sequence_is_packed_once_and_no_micro_batch_exceeds_the_budget(
-    lengths: list[int], slack: int, dp: int, alignment: Alignment
-) -> None:
-    budget = max([alignment.alone(n) for n in lengths], default=1) + slack
-    packed = pack(lengths, budget=budget, dp=dp, alignment=alignment)
-    assert len(packed) == dp
-    batches = [batch for rank in packed for batch in rank]
-    assert all(batches)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        assert alignment.pad_total(sum(alignment.pad_sequence(lengths[i]) for i in batch)) <= budget
-    assert packed == pack(lengths, budget=budget, dp=dp, alignment=alignment)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "budget"),
-    [([7] * 8, 8), ([8] * 3, 8), ([5, 4, 4, 4, 3], 8), ([1] * 17, 8), ([30720] * 16, 32768)],
-)
-def test_the_budget_is_strict_where_a_count_by_total_tokens_is_too_low(lengths: list[int], budget: int) -> None:
-    plain = Alignment(sequence=1, total=1)
-    for batches in pack(lengths, budget=budget, dp=1, alignment=plain):
-        assert all(sum(lengths[i] for i in batch) <= budget for batch in batches)
-
-
-def test_work_is_spread_over_ranks_before_it_is_piled_up() -> None:
-    packed = pack([10] * 8, budget=1000, dp=4, alignment=Alignment(sequence=1, total=1))
-    assert [sum(len(batch) for batch in rank) for rank in packed] == [2, 2, 2, 2]
-
-
-def test_a_sequence_above_the_budget_is_named() -> None:
-    with pytest.raises(ValueError, match="sequence 1 of 61 tokens takes 64"):
-        pack([30, 61], budget=60, dp=1, alignment=Alignment(sequence=4, total=4))
-    assert pack([60], budget=60, dp=1, alignment=Alignment(sequence=4, total=4)) == (((0,),),)
-    with pytest.raises(ValueError, match="at least one token"):
-        pack([0], budget=60, dp=1, alignment=Alignment(sequence=1, total=1))
 
 
 def planner() -> StepPlanner:
