@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Overlong: TypeAlias = Literal["split", "error", "truncate", "drop"]
-Samples: TypeAlias = Literal["documents"]
+Samples: TypeAlias = Literal["documents", "megatron"]
 
 _TOP_KEYS: Final = ("strategies", "home", "samples", "overlong", "check_plans", "get_batch")
 _STRATEGY_KEYS: Final = ("max_length", "tp", "cp", "pp", "tokens_per_microbatch")
@@ -208,8 +208,6 @@ def _strategies(value: Value) -> tuple[StrategyConfig, ...]:
 
 
 def _samples(value: Value) -> Samples:
-    if value.text() == "megatron":
-        raise value.error(f"'megatron' {_NOT_YET}")
     names: Sequence[Samples] = get_args(Samples)
     return value.choice(names)
 

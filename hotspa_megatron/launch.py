@@ -36,7 +36,8 @@ def _fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
-def _main() -> None:
+def main() -> None:
+    """Run the script that ``sys.argv`` names, in this process's ``__main__``."""
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         sys.stdout.write(_USAGE)
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
@@ -57,12 +58,12 @@ def _main() -> None:
     sys.path.insert(0, str(script.resolve().parent))
     # In this very __main__, not through runpy: processes that the script spawns import __main__ again, and so get
     # what `_prepare` does below.
-    main = sys.modules["__main__"].__dict__
-    main["__file__"] = str(script)
-    exec(compile(script.read_text(), str(script), "exec"), main)
+    namespace = sys.modules["__main__"].__dict__
+    namespace["__file__"] = str(script)
+    exec(compile(script.read_text(), str(script), "exec"), namespace)
 
 
 if __name__ == "__main__":
-    _main()
+    main()
 elif __name__ == "__mp_main__":
     _prepare()

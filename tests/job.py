@@ -152,11 +152,11 @@ def region(start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 def step_of(session: Any, documents: list[np.ndarray]) -> tuple[Any, Any]:
     """(loader, step) of one mini-batch that holds exactly these documents."""
-    from hotspa_megatron.hooks.data import Corpus, Source, StepBatch, StepLoader
+    from hotspa_megatron.hooks.data import StepBatch, StepLoader
+    from hotspa_megatron.hooks.samples import Corpus, Documents, Source
 
     lengths = np.array([len(each) for each in documents])
     corpus = Corpus((Source(Indexed(documents), np.arange(len(documents)), lengths, -1),), (1.0,), None)
-    loader = StepLoader(
-        corpus, session.planner, seed=1, seq_length=SEQ_LENGTH, overlong="split", position=lambda: (0, len(documents))
-    )
+    samples = Documents(corpus, seed=1, seq_length=SEQ_LENGTH, overlong="split")
+    loader = StepLoader(samples, session.planner, position=lambda: (0, len(documents)))
     return loader, loader.step(StepBatch(0, len(documents)))

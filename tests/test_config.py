@@ -206,12 +206,6 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
         "write 512 or more",
     ),
     # Choices and names.
-    "megatron samples": (
-        "strategies: []\nsamples: megatron\n",
-        2,
-        "samples",
-        "not available in this version; remove it",
-    ),
     "other samples": (
         "strategies: []\nsamples: rows\n",
         2,

@@ -29,14 +29,15 @@ LENGTHS = ((3, 9, 17, 5, 33, 12, 65, 2, 28, 7, 50, 1, 150, 16, 4, 31, 11, 62), (
 SP = "--sequence-parallel"
 UNTIED = "--untie-embeddings-and-output-weights"
 SHARDED = "--use-distributed-optimizer"
+RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 MIXES_OF_4 = (
     Mix((2, 2, 1), (), (SP, UNTIED)),
     Mix((2, 2, 1), ((16, 1, 1, 1), (32, 2, 1, 1)), (SP, UNTIED, SHARDED)),
-    Mix((2, 2, 1), ((16, 1, 1, 1), (32, 2, 1, 1)), (UNTIED,)),
+    Mix((2, 2, 1), ((16, 1, 1, 1), (32, 2, 1, 1)), (UNTIED, "--recompute-activations")),
     Mix((2, 1, 2), ((16, 1, 1, 1), (32, 4, 1, 1)), (SP, SHARDED)),
     Mix((2, 1, 2), ((8, 1, 1, 1), (16, 4, 1, 1), (32, 1, 2, 2)), (UNTIED, SP)),
     Mix((1, 1, 2), ((32, 2, 1, 1),), (SP,)),
-    Mix((1, 1, 1), ((32, 2, 1, 2),), (SP, SHARDED)),
+    Mix((1, 1, 1), ((32, 2, 1, 2),), (SP, SHARDED, *RECOMPUTE)),
     Mix((1, 4, 1), ((16, 1, 1, 1), (32, 1, 2, 1)), (UNTIED, SHARDED)),
     # tp above the number of query groups, at home and as a guest.
     Mix((4, 1, 1), ((16, 1, 1, 1), (32, 2, 2, 1)), (SP, UNTIED)),

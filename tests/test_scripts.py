@@ -359,8 +359,8 @@ def signals() -> Iterator[None]:
 
 FAKE_RUN = """
 import json, os, sys
-entries, broken = json.loads(sys.argv[1]), os.environ.get("HOTSPA_BREAK")
-if broken and "static" not in os.environ["HOTSPA_STEP_LOG"]:
+entries = json.loads(sys.argv[1])
+if sys.argv[3] != "None":
     entries[-1]["loss"] += 0.1
 print("hotspa: switch tp2-cp2-pp1-dp1 -> tp1-cp1-pp1-dp4: 12.3 MiB sent, 4 messages, 41 ms", flush=True)
 with open(os.environ["HOTSPA_STEP_LOG"], "w") as log:
@@ -386,13 +386,12 @@ def test_demo_exit_codes(
 ) -> None:
     entries = json.dumps([entry(i) for i in range(1, steps + 1)])
 
-    def fake_command(arguments: Sequence[str], *, config: Path) -> list[str]:
+    def fake_command(arguments: Sequence[str], *, config: Path, broken: str | None) -> list[str]:
         assert "--use-distributed-optimizer" in arguments
         assert config.exists()
-        return [sys.executable, "-c", FAKE_RUN, entries, str(run_code)]
+        return [sys.executable, "-c", FAKE_RUN, entries, str(run_code), str(broken)]
 
     monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HOTSPA_BREAK", "left over from elsewhere")
     monkeypatch.setattr(training, "command_line", fake_command)
     monkeypatch.setattr(demo, "prepare", lambda out: out / "corpus")
     out = tmp_path / "out"
@@ -460,7 +459,7 @@ def test_demo_runs_the_same_training_twice() -> None:
         "--swiglu",
     ):
         assert promised in words
-    command = training.command_line(arguments, config=ROOT / "examples" / "static.yaml")
+    command = training.command_line(arguments, config=ROOT / "examples" / "static.yaml", broken=None)
     assert command[-2] == "--hotspa-config"
     assert command[command.index("--nproc-per-node") + 1] == "4"
     assert "hotspa_megatron.launch" in command

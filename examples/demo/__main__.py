@@ -70,8 +70,8 @@ def follow(
     steps_path.unlink(missing_ok=True)
     log.unlink(missing_ok=True)
     steps: list[report.Step] = []
-    command = training.command_line(arguments, config=config)
-    env = training.environment(step_log=steps_path, broken=options.broken if static is not None else None)
+    command = training.command_line(arguments, config=config, broken=options.broken if static is not None else None)
+    env = training.environment(step_log=steps_path)
     with training.started(command, env=env, log=log) as process:
         for index, line in training.lines_of(process, log, steps_path, limit_s=_RUN_LIMIT_S):
             if index == 0:

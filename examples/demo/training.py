@@ -50,19 +50,21 @@ def megatron_arguments(*, corpus: Path, cache: Path, iterations: int, batch: int
     """.split()
 
 
-def command_line(arguments: Sequence[str], *, config: Path) -> list[str]:
-    """What starts the ranks of one run."""
+def command_line(arguments: Sequence[str], *, config: Path, broken: str | None) -> list[str]:
+    """What starts the ranks of one run; ``broken`` ("fold") starts them through a launcher that breaks the step."""
+    launcher = "hotspa_megatron.launch" if broken is None else f"examples.demo.without_{broken}"
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
-        *("-m", "hotspa_megatron.launch", "examples/pretrain_small.py"),
+        *("-m", launcher, "examples/pretrain_small.py"),
         *arguments,
         *("--hotspa-config", str(config)),
     ]
 
 
-def environment(*, step_log: Path, broken: str | None) -> dict[str, str]:
+def environment(*, step_log: Path) -> dict[str, str]:
     """The run's environment: on CPU, one thread per rank, steps logged for us."""
-    changed = {
+    return {
+        **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCHDYNAMO_DISABLE": "1",
@@ -70,10 +72,6 @@ def environment(*, step_log: Path, broken: str | None) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HOTSPA_STEP_LOG": str(step_log),
     }
-    if broken is not None:
-        changed["HOTSPA_BREAK"] = broken
-    inherited = {key: value for key, value in os.environ.items() if key != "HOTSPA_BREAK"}
-    return {**inherited, **changed}
 
 
 @contextlib.contextmanager

@@ -91,6 +91,21 @@ def check_flags(args: Any) -> None:
             raise ValueError(f"{refusal.flag}: {refusal.reason} ({FLAG} is set)")
 
 
+def check_megatron_samples(args: Any) -> None:
+    """Raise ValueError where ``samples: megatron`` could not be what stock Megatron trains on with the same flags."""
+    missing = [
+        flag
+        for flag in ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+        if not getattr(args, flag[2:].replace("-", "_"))
+    ]
+    if missing:
+        raise ValueError(
+            f"samples: megatron cuts samples at document ends; add {' '.join(missing)}, which do so in Megatron"
+        )
+    if args.dataloader_type != "single":
+        raise ValueError(f"samples: megatron follows --dataloader-type single, not {args.dataloader_type}")
+
+
 def shape_of(args: Any) -> ModelShape:
     """The model that Megatron's validated arguments describe."""
     heads = args.num_attention_heads

@@ -68,6 +68,8 @@ def install() -> None:
     _replace_factories()
     _hand_out_empty_triton()
     _patches.set(torch, "compile", _compile_nothing)
+    # CUDA builds of torch would otherwise look for the stream of an accelerator that is not there.
+    _patches.set(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     _keep_megatron_helpers_compiled()
     # Megatron warns that the CPU generator moved under the CUDA one: here they are the same.
     logger = logging.getLogger("megatron.core.tensor_parallel.random")

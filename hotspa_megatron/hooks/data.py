@@ -1,15 +1,9 @@
-"""Documents of the user's own datasets -> one step's sequences -> every rank's own part of every micro-batch.
-
-The user's dataset provider is called once and unwrapped to its indexed documents, whose lengths stand in the index: no
-rank has to ask another. Everything after that is a pure function of the consumed samples.
-"""
+"""One step's samples -> its plan -> every rank's own part of every micro-batch."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,102 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hotspa_megatron.config import Overlong
-from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.hooks.samples import Piece, Samples
 from hotspa_megatron.planning.alignment import Alignment
-from hotspa_megatron.planning.sample_order import SampleOrder
 from hotspa_megatron.planning.step_plan import Segment, StepPlan, StepPlanner
 from hotspa_megatron.runtime.attention import zigzag_indices
 from hotspa_megatron.strategy import Coordinates
-
-# ------------------------------------------------------------------------------------------------ the user's datasets
-
-
-@dataclass(frozen=True)
-class Source:
-    """One indexed dataset as Megatron's --split exposes it. ``lengths``: tokens of each of its documents."""
-
-    indexed: Any
-    indices: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-    pad_token: int
-
-    def tokens(self, document: int, start: int, count: int) -> NDArray[np.int64]:
-        """``count`` tokens of a document from position ``start`` on."""
-        found = self.indexed.get(int(self.indices[document]), offset=start, length=count)
-        return np.asarray(found, np.int64)
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """The user's training data. ``token_shares`` add up to 1; ``masked_token`` is left out of the loss as an input."""
-
-    sources: tuple[Source, ...]
-    token_shares: tuple[float, ...]
-    masked_token: int | None
-
-    def mean_length(self, limit: int | None = None) -> float:
-        """Mean input positions of a sample (a document of L tokens has L - 1), each at most ``limit``."""
-        inputs = [np.maximum(source.lengths - 1, 0) for source in self.sources]
-        capped = [each if limit is None else np.minimum(each, limit) for each in inputs]
-        shares = self.document_shares()
-        return float(sum(share * each.mean() for share, each in zip(shares, capped, strict=True)) / sum(shares))
-
-    def document_shares(self) -> list[float]:
-        """Shares of documents that give ``token_shares`` of tokens, on any scale."""
-        pairs = zip(self.token_shares, self.sources, strict=True)
-        return [share / max(float(source.lengths.mean()), 1.0) for share, source in pairs]
-
-    def longer_than(self, limit: int) -> tuple[int, int]:
-        """(documents with more input positions than ``limit``, all documents)."""
-        over = sum(int((source.lengths - 1 > limit).sum()) for source in self.sources)
-        return over, sum(len(source.lengths) for source in self.sources)
-
-
-def corpus_from(dataset: Any) -> Corpus:
-    """Unwrap what the user's provider returned for training.
-
-    Raises ValueError, naming the class, for anything but Megatron's GPTDataset, MockGPTDataset and blends of them: a
-    class that draws or rewrites documents in a way of its own cannot be read past.
-    """
-    from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-
-    blended = type(dataset) is BlendedDataset
-    members = dataset.datasets if blended else [dataset]
-    weights = [float(weight) for weight in dataset.weights] if blended else [1.0]
-    for member in members:
-        if type(member) not in (GPTDataset, MockGPTDataset):
-            kind = type(member)
-            raise ValueError(
-                f"train dataset of class {kind.__module__}.{kind.__qualname__} cannot be read as documents; "
-                "GPTDataset, MockGPTDataset and blends of them can"
-            )
-    sources = []
-    for member in members:
-        lengths = np.asarray(member.dataset.sequence_lengths)
-        indices = np.arange(len(lengths)) if member.indices is None else np.asarray(member.indices)
-        sources.append(
-            Source(member.dataset, indices.astype(np.int64), lengths[indices].astype(np.int64), member._pad_token_id)
-        )
-    config = members[0].config
-    eod = config.tokenizer.eod if config.eod_mask_loss else None
-    return Corpus(tuple(sources), tuple(weight / sum(weights) for weight in weights), eod)
-
-
-@contextlib.contextmanager
-def first_rank_of_every_group() -> Iterator[None]:
-    """Let Megatron's rule "datasets are built on tensor-parallel rank 0 and the outer stages" hold on every rank."""
-    from megatron.core import parallel_state
-
-    patches = Patches()
-    patches.set(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", 0)
-    patches.set(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
-    try:
-        yield
-    finally:
-        patches.undo_all()
-
 
 # ---------------------------------------------------------------------------------------------------- one step's data
 
@@ -124,16 +27,6 @@ class StepBatch:
 
     first_sample: int
     samples: int
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of a document: ``length`` input positions from token ``start`` on, whose targets are one token ahead."""
-
-    source: int
-    document: int
-    start: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -152,21 +45,9 @@ class StepLoader:
     ramp-up and skipped iterations need nothing of their own.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        planner: StepPlanner,
-        *,
-        seed: int,
-        seq_length: int,
-        overlong: Overlong,
-        position: Callable[[], tuple[int, int]],
-    ) -> None:
-        self.corpus = corpus
-        self._order = SampleOrder([len(s.lengths) for s in corpus.sources], corpus.document_shares(), seed)
+    def __init__(self, samples: Samples, planner: StepPlanner, *, position: Callable[[], tuple[int, int]]) -> None:
+        self.samples = samples
         self._planner = planner
-        self._seq_length = seq_length
-        self._overlong = overlong
         self._position = position
         # A rerun asks for the same step again; two are enough for the one before, too.
         self.step = functools.lru_cache(maxsize=2)(self._make_step)
@@ -176,34 +57,8 @@ class StepLoader:
             yield StepBatch(*self._position())
 
     def _make_step(self, batch: StepBatch) -> Step:
-        """The step of these samples. Raises ValueError for an overlong document where the rule is ``error``."""
-        sequences: list[Piece] = []
-        for offset, (source, document) in enumerate(self._order.samples(batch.first_sample, batch.samples)):
-            length = int(self.corpus.sources[source].lengths[document]) - 1
-            # A document of a single token has no target: it counts as a sample and trains nothing.
-            if length < 1:
-                continue
-            sequences += self._cut(source, document, length, sample=batch.first_sample + offset)
+        sequences = self.samples.pieces(batch.first_sample, batch.samples)
         return Step(batch, tuple(sequences), self._planner.plan([each.length for each in sequences]))
-
-    def _cut(self, source: int, document: int, length: int, *, sample: int) -> list[Piece]:
-        limit = self._seq_length
-        if length <= limit:
-            return [Piece(source, document, 0, length)]
-        match self._overlong:
-            case "split":
-                # Pieces share one token: the last target of one is the first input of the next, so no target is lost.
-                starts = range(0, length, limit)
-                return [Piece(source, document, start, min(limit, length - start)) for start in starts]
-            case "truncate":
-                return [Piece(source, document, 0, limit)]
-            case "drop":
-                return []
-            case "error":
-                raise ValueError(
-                    f"sample {sample} (document {document} of source {source}) has {length} input positions, more than "
-                    f"--seq-length {limit}; raise --seq-length or set overlong: split, truncate or drop"
-                )
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches
@@ -239,8 +94,8 @@ class SegmentIterator:
     each other's shapes without asking.
     """
 
-    def __init__(self, step: Step, segment: Segment, corpus: Corpus, at: Coordinates, alignment: Alignment) -> None:
-        self._step, self._corpus, self._at, self._alignment = step, corpus, at, alignment
+    def __init__(self, step: Step, segment: Segment, samples: Samples, at: Coordinates, alignment: Alignment) -> None:
+        self._step, self._samples, self._at, self._alignment = step, samples, at, alignment
         self._cp = segment.strategy.cp
         self._batches = segment.micro_batches[at.dp]
         totals = [padded_tokens([step.plan.lengths[i] for i in batch], alignment) for batch in self._batches]
@@ -272,18 +127,9 @@ class SegmentIterator:
         boundaries, real = [0], [0]
         for index in batch:
             piece = self._step.sequences[index]
-            source = self._corpus.sources[piece.source]
-            text = source.tokens(piece.document, piece.start, piece.length + 1)
             begin, padded = boundaries[-1], self._alignment.pad_sequence(piece.length)
             end = begin + piece.length
-            inputs, targets = text[:-1], text[1:]
-            # The same rules as Megatron's GPTDataset has for a sample: masked inputs, then padding, then safe ids.
-            counts = targets != source.pad_token
-            if self._corpus.masked_token is not None:
-                counts &= inputs != self._corpus.masked_token
-            mask[begin:end] = counts
-            tokens[begin:end] = np.where(inputs == source.pad_token, 0, inputs)
-            labels[begin:end] = np.where(targets == source.pad_token, 0, targets)
+            tokens[begin:end], labels[begin:end], mask[begin:end] = self._samples.text(piece)
             # Padding repeats the last position: it is never looked at, and stays within a learned position table.
             positions[begin : begin + padded] = np.minimum(np.arange(padded), piece.length - 1)
             boundaries.append(begin + padded)
@@ -319,16 +165,3 @@ def padding_fraction(step: Step, planner: StepPlanner) -> float:
             totals = [padded_tokens([step.plan.lengths[i] for i in batch], alignment) for batch in batches]
             computed += max(totals, default=0) * len(totals) if segment.strategy.pp > 1 else sum(totals)
     return 1.0 - sum(step.plan.lengths) / computed if computed else 0.0
-
-
-def describe_batch_size(corpus: Corpus, *, global_batch_size: int, seq_length: int) -> str:
-    """One line on what a step holds when its samples are documents, and the batch size that keeps stock's tokens."""
-    mean = corpus.mean_length()
-    stock = global_batch_size * seq_length
-    same = max(1, math.ceil(stock / max(mean, 1.0)))
-    over, documents = corpus.longer_than(seq_length)
-    return (
-        f"samples are documents: {global_batch_size} of them are {global_batch_size * mean:,.0f} tokens per step on average "
-        f"(mean length {mean:,.0f}); stock Megatron trains {stock:,} tokens per step with these flags; "
-        f"--global-batch-size {same} keeps that; {over:,} of {documents:,} documents are longer than --seq-length {seq_length}"
-    )

@@ -255,7 +255,7 @@ class StepRunner:
     def _iterator(self, step: Step, segment: Segment, loader: StepLoader) -> SegmentIterator:
         alignment = self._planner.groups[segment.group].alignment
         at = segment.strategy.coordinates(self._rank)
-        return SegmentIterator(step, segment, loader.corpus, at, alignment)
+        return SegmentIterator(step, segment, loader.samples, at, alignment)
 
     # -------------------------------------------------------------------------------------------- parameters and folds
 

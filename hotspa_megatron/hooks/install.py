@@ -19,11 +19,18 @@ import torch.distributed as dist
 
 from hotspa_megatron.config import ResolvedConfig, load_config, resolve
 from hotspa_megatron.hooks import arguments, compat, get_batch
-from hotspa_megatron.hooks.data import StepLoader, corpus_from, describe_batch_size, first_rank_of_every_group
+from hotspa_megatron.hooks.data import StepLoader
 from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunner, count_work
 from hotspa_megatron.hooks.model import build_guest, builder_for, read_home
 from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates, recording_groups
 from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.hooks.samples import (
+    Documents,
+    MegatronSamples,
+    Samples,
+    corpus_from,
+    first_rank_of_every_group,
+)
 from hotspa_megatron.planning.step_plan import StepPlanner
 from hotspa_megatron.runtime.attention import PackedDotProductAttention, make_norm
 from hotspa_megatron.runtime.group_pool import GroupPool
@@ -172,6 +179,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             # Again, now that defaults and the tokenizer are known.
             arguments.check_flags(args)
             config = load_config(args.hotspa_config)
+            if config.samples == "megatron":
+                arguments.check_megatron_samples(args)
             resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
         except ValueError as error:
             _refuse(error)
@@ -190,7 +199,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             session.states.create(each.strategy)
         session.pool.seal()
         # A group of its own: Megatron's pipelines send point to point, too, and messages must not meet.
-        session.transport = BatchedTransport(dist.new_group(list(range(dist.get_world_size()))))
+        everyone: Any = dist.new_group(list(range(dist.get_world_size())))
+        session.transport = BatchedTransport(everyone)
         _session = session
         for each in (*resolved.strategies, resolved.home):
             _say(
@@ -286,11 +296,13 @@ def _ask_provider_once(original: Callable[..., Any]) -> Callable[..., Any]:
         if session is None:
             return original(provider, *rest, **options)
 
-        def with_one_training_sample(sizes: Any) -> Any:
-            # Megatron would build an index of all chunks of the run; documents need none.
-            return provider(type(sizes)((1, *sizes[1:])) if isinstance(sizes, (list, tuple)) else sizes)
+        def with_few_training_samples(sizes: Any) -> Any:
+            # Documents need no index of the run's chunks: Megatron would build one of all its iterations.
+            if session.resolved.config.samples == "megatron" or not isinstance(sizes, (list, tuple)):
+                return provider(sizes)
+            return provider(type(sizes)((1, *sizes[1:])))
 
-        train, valid, test = original(with_one_training_sample, *rest, **options)
+        train, valid, test = original(with_few_training_samples, *rest, **options)
         if session.args.skip_train:
             return train, valid, test
         session.train_dataset = train
@@ -303,13 +315,16 @@ def _ask_provider_once(original: Callable[..., Any]) -> Callable[..., Any]:
 def _loader(session: Session, train: Any) -> StepLoader:
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
-    args = session.args
-    corpus = corpus_from(train)
-    _say(describe_batch_size(corpus, global_batch_size=args.global_batch_size, seq_length=args.seq_length))
+    args, config = session.args, session.resolved.config
+    samples: Samples
+    if config.samples == "megatron":
+        samples = MegatronSamples(train, seq_length=args.seq_length)
+    else:
+        samples = Documents(corpus_from(train), seed=args.seed, seq_length=args.seq_length, overlong=config.overlong)
+    _say(samples.describe(args.global_batch_size))
     return StepLoader(
-        corpus, session.planner, seed=args.seed, seq_length=args.seq_length, overlong=session.resolved.config.overlong,
-        position=lambda: (args.consumed_train_samples, get_current_global_batch_size()),
-    )  # fmt: skip
+        samples, session.planner, position=lambda: (args.consumed_train_samples, get_current_global_batch_size())
+    )
 
 
 def _serve_steps(original: Callable[..., Any]) -> Callable[..., Any]:

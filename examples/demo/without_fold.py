@@ -1,0 +1,21 @@
+"""The launcher with one fault built in: guests' gradients travel but are never added to home's.
+
+The demo's negative control: losses stay plausible and nothing fails, so only a comparison can tell.
+"""
+
+from __future__ import annotations
+
+from hotspa_megatron import launch
+from hotspa_megatron.runtime.executor import PendingReshard
+
+_finish = PendingReshard.finish
+
+
+def _finish_switches_only(self: PendingReshard) -> None:
+    if not self._accumulate:
+        _finish(self)
+
+
+if __name__ == "__main__":
+    PendingReshard.finish = _finish_switches_only  # type: ignore[method-assign]
+    launch.main()

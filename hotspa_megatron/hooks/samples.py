@@ -1,0 +1,277 @@
+"""What a training sample is, and its tokens: read off the datasets that the user's own provider returned.
+
+The provider is called once and unwrapped. ``Documents``: a sample is a document, whose length stands in the index, so no
+rank has to ask another. ``MegatronSamples``: a sample is one of Megatron's own, cut at its document ends. Either is a
+pure function of the consumed samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotspa_megatron.config import Overlong
+from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.planning.sample_order import SampleOrder
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A sequence: ``length`` input positions of a document (or sample) of a source, from token ``start`` on."""
+
+    source: int
+    document: int
+    start: int
+    length: int
+
+
+class Text(NamedTuple):
+    """A sequence's inputs, its targets (int64) and which targets count in the loss (bool), all of its length."""
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    counted: NDArray[np.bool_]
+
+
+class Samples(Protocol):
+    """Where steps take their sequences from."""
+
+    def pieces(self, first: int, count: int) -> list[Piece]:
+        """The sequences of samples ``first`` to ``first + count - 1``; a sample may give several, or none."""
+        ...
+
+    def text(self, piece: Piece) -> Text: ...
+
+    def describe(self, global_batch_size: int) -> str:
+        """One line for the job's start: what a sample is and what that means for the tokens of a step."""
+        ...
+
+
+# ---------------------------------------------------------------------------------------------------------- documents
+
+
+@dataclass(frozen=True)
+class Source:
+    """One indexed dataset as Megatron's --split exposes it. ``lengths``: tokens of each of its documents."""
+
+    indexed: Any
+    indices: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    pad_token: int
+
+    def tokens(self, document: int, start: int, count: int) -> NDArray[np.int64]:
+        """``count`` tokens of a document from position ``start`` on."""
+        found = self.indexed.get(int(self.indices[document]), offset=start, length=count)
+        return np.asarray(found, np.int64)
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The user's training data. ``token_shares`` add up to 1; ``masked_token`` is left out of the loss as an input."""
+
+    sources: tuple[Source, ...]
+    token_shares: tuple[float, ...]
+    masked_token: int | None
+
+    def mean_length(self, limit: int | None = None) -> float:
+        """Mean input positions of a sample (a document of L tokens has L - 1), each at most ``limit``."""
+        inputs = [np.maximum(source.lengths - 1, 0) for source in self.sources]
+        capped = [each if limit is None else np.minimum(each, limit) for each in inputs]
+        shares = self.document_shares()
+        return float(sum(share * each.mean() for share, each in zip(shares, capped, strict=True)) / sum(shares))
+
+    def document_shares(self) -> list[float]:
+        """Shares of documents that give ``token_shares`` of tokens, on any scale."""
+        pairs = zip(self.token_shares, self.sources, strict=True)
+        return [share / max(float(source.lengths.mean()), 1.0) for share, source in pairs]
+
+    def longer_than(self, limit: int) -> tuple[int, int]:
+        """(documents with more input positions than ``limit``, all documents)."""
+        over = sum(int((source.lengths - 1 > limit).sum()) for source in self.sources)
+        return over, sum(len(source.lengths) for source in self.sources)
+
+
+def members_of(dataset: Any) -> tuple[list[Any], list[float]]:
+    """The GPT datasets inside what the user's provider returned for training, and their weights in the blend.
+
+    Raises ValueError, naming the class, for anything but Megatron's GPTDataset, MockGPTDataset and blends of them: a
+    class that draws or rewrites documents in a way of its own cannot be read past.
+    """
+    from megatron.core.datasets.blended_dataset import BlendedDataset
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+    blended = type(dataset) is BlendedDataset
+    members = list(dataset.datasets) if blended else [dataset]
+    for member in members:
+        if type(member) not in (GPTDataset, MockGPTDataset):
+            kind = type(member)
+            raise ValueError(
+                f"train dataset of class {kind.__module__}.{kind.__qualname__} cannot be read as documents; "
+                "GPTDataset, MockGPTDataset and blends of them can"
+            )
+    return members, [float(weight) for weight in dataset.weights] if blended else [1.0]
+
+
+def corpus_from(dataset: Any) -> Corpus:
+    """Unwrap what the user's provider returned for training to its documents. ValueError as ``members_of``."""
+    members, weights = members_of(dataset)
+    sources = []
+    for member in members:
+        lengths = np.asarray(member.dataset.sequence_lengths)
+        indices = np.arange(len(lengths)) if member.indices is None else np.asarray(member.indices)
+        sources.append(
+            Source(member.dataset, indices.astype(np.int64), lengths[indices].astype(np.int64), member._pad_token_id)
+        )
+    config = members[0].config
+    eod = config.tokenizer.eod if config.eod_mask_loss else None
+    return Corpus(tuple(sources), tuple(weight / sum(weights) for weight in weights), eod)
+
+
+class Documents:
+    """A sample is a document of the corpus, in an order of our own (``SampleOrder``).
+
+    ``seq_length``: the longest sequence, in input positions; ``overlong``: what becomes of longer documents.
+    """
+
+    def __init__(self, corpus: Corpus, *, seed: int, seq_length: int, overlong: Overlong) -> None:
+        self._corpus = corpus
+        self._order = SampleOrder([len(s.lengths) for s in corpus.sources], corpus.document_shares(), seed)
+        self._seq_length = seq_length
+        self._overlong = overlong
+
+    def pieces(self, first: int, count: int) -> list[Piece]:
+        """Raises ValueError for a document that is too long where the rule is ``error``."""
+        found: list[Piece] = []
+        for offset, (source, document) in enumerate(self._order.samples(first, count)):
+            length = int(self._corpus.sources[source].lengths[document]) - 1
+            # A document of a single token has no target: it counts as a sample and trains nothing.
+            if length >= 1:
+                found += self._cut(source, document, length, sample=first + offset)
+        return found
+
+    def text(self, piece: Piece) -> Text:
+        source = self._corpus.sources[piece.source]
+        tokens = source.tokens(piece.document, piece.start, piece.length + 1)
+        return masked(tokens, masked_token=self._corpus.masked_token, pad_token=source.pad_token)
+
+    def describe(self, global_batch_size: int) -> str:
+        mean = self._corpus.mean_length()
+        stock = global_batch_size * self._seq_length
+        same = max(1, math.ceil(stock / max(mean, 1.0)))
+        over, documents = self._corpus.longer_than(self._seq_length)
+        return (
+            f"samples are documents: {global_batch_size} of them are {global_batch_size * mean:,.0f} tokens per step on "
+            f"average (mean length {mean:,.0f}); stock Megatron trains {stock:,} tokens per step with these flags; "
+            f"--global-batch-size {same} keeps that; {over:,} of {documents:,} documents are longer than --seq-length "
+            f"{self._seq_length} (overlong: {self._overlong})"
+        )
+
+    def _cut(self, source: int, document: int, length: int, *, sample: int) -> list[Piece]:
+        limit = self._seq_length
+        if length <= limit:
+            return [Piece(source, document, 0, length)]
+        match self._overlong:
+            case "split":
+                # Pieces share one token: the last target of one is the first input of the next, so no target is lost.
+                starts = range(0, length, limit)
+                return [Piece(source, document, start, min(limit, length - start)) for start in starts]
+            case "truncate":
+                return [Piece(source, document, 0, limit)]
+            case "drop":
+                return []
+            case "error":
+                raise ValueError(
+                    f"sample {sample} (document {document} of source {source}) has {length} input positions, more than "
+                    f"--seq-length {limit}; raise --seq-length or set overlong: split, truncate or drop"
+                )
+
+
+def masked(tokens: NDArray[np.int64], *, masked_token: int | None, pad_token: int) -> Text:
+    """Inputs and targets of consecutive tokens by the rules of Megatron's GPTDataset.
+
+    A target does not count behind an input that is ``masked_token`` (the end of a document under --eod-mask-loss) or
+    where it is padding; padding is given a token id that the embedding has.
+    """
+    inputs, targets = tokens[:-1], tokens[1:]
+    counted = targets != pad_token
+    if masked_token is not None:
+        counted &= inputs != masked_token
+    return Text(np.where(inputs == pad_token, 0, inputs), np.where(targets == pad_token, 0, targets), counted)
+
+
+# -------------------------------------------------------------------------------------------------- Megatron's samples
+
+
+class MegatronSamples:
+    """A sample is one of Megatron's own GPTDataset samples, in Megatron's order, cut behind each end of document.
+
+    The same tokens per step, order and consumed samples as stock Megatron has with --reset-position-ids
+    --reset-attention-mask --eod-mask-loss --calculate-per-token-loss: a running job can take the flag up and drop it.
+    """
+
+    def __init__(self, dataset: Any, *, seq_length: int) -> None:
+        """Raises ValueError, naming the class, for anything but GPTDataset, MockGPTDataset and blends of them."""
+        self._members, _ = members_of(dataset)
+        self._dataset = dataset
+        self._seq_length = seq_length
+        config = self._members[0].config
+        self._end, self._mask_end = config.tokenizer.eod, config.eod_mask_loss
+        # Every rank reads the samples of a step twice: to find the document ends and to build its micro-batches.
+        self._tokens = functools.lru_cache(maxsize=1024)(self._read)
+
+    def pieces(self, first: int, count: int) -> list[Piece]:
+        found = []
+        for sample in range(first, first + count):
+            inputs = self._tokens(sample)[:-1]
+            begin = 0
+            for end in (*(np.flatnonzero(inputs == self._end) + 1).tolist(), len(inputs)):
+                if end > begin:
+                    found.append(Piece(0, sample, begin, end - begin))
+                begin = end
+        return found
+
+    def text(self, piece: Piece) -> Text:
+        tokens = self._tokens(piece.document)[piece.start : piece.start + piece.length + 1]
+        end = self._end if self._mask_end else None
+        return masked(tokens, masked_token=end, pad_token=self._members[0]._pad_token_id)
+
+    def describe(self, global_batch_size: int) -> str:
+        return (
+            f"samples are Megatron's own, cut at document ends: {global_batch_size * self._seq_length:,} tokens per step "
+            "as without the flag"
+        )
+
+    def _read(self, sample: int) -> NDArray[np.int64]:
+        """The sample's tokens, one more than --seq-length; without the attention mask that __getitem__ would build."""
+        dataset = self._dataset
+        if dataset is not self._members[0]:
+            if dataset.dataset_index is None:
+                dataset[sample]  # loads the blend's index, which may be deferred
+            member, sample = (
+                self._members[int(dataset.dataset_index[sample])],
+                int(dataset.dataset_sample_index[sample]),
+            )
+        else:
+            member = dataset
+        return np.asarray(member._query_document_sample_shuffle_indices(sample)[0], np.int64)
+
+
+@contextlib.contextmanager
+def first_rank_of_every_group() -> Iterator[None]:
+    """Let Megatron's rule "datasets are built on tensor-parallel rank 0 and the outer stages" hold on every rank."""
+    from megatron.core import parallel_state
+
+    patches = Patches()
+    patches.set(parallel_state, "_MPU_TENSOR_MODEL_PARALLEL_RANK", 0)
+    patches.set(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", 0)
+    try:
+        yield
+    finally:
+        patches.undo_all()

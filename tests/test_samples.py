@@ -1,0 +1,159 @@
+"""Samples: documents as they stand in the index, and Megatron's own samples, cut at document ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hotspa_megatron.hooks.samples import Corpus, Documents, Piece, Source, masked
+from tests.spawn import run_ranks
+from tests.test_training import SHARDED, assert_equal
+from tests.training import GROUPED_QUERIES, Job, arguments, corpus, import_megatron, train
+
+RESET = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+MEGATRON = "samples: megatron\n"
+
+
+class _Memory:
+    """An indexed dataset in memory: token i of document d is 100 d + i."""
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> Any:
+        return 100 * index + np.arange(offset, offset + (length or 0))
+
+
+def documents(lengths: tuple[int, ...], overlong: Any = "split", limit: int = 10) -> Documents:
+    source = Source(_Memory(), np.arange(len(lengths)), np.array(lengths, np.int64), -1)
+    return Documents(Corpus((source,), (1.0,), None), seed=3, seq_length=limit, overlong=overlong)
+
+
+def by_document(samples: Documents, count: int) -> list[Piece]:
+    return sorted(samples.pieces(0, count), key=lambda piece: (piece.document, piece.start))
+
+
+def test_every_target_of_every_document_is_trained_once_in_an_epoch() -> None:
+    lengths = (1, 2, 11, 12, 21, 22, 5, 35)
+    targets = []
+    for piece in documents(lengths).pieces(0, len(lengths)):
+        text = documents(lengths).text(piece)
+        assert len(text.inputs) == piece.length <= 10
+        assert (text.targets == text.inputs + 1).all() and text.counted.all()
+        targets += text.targets.tolist()
+    # All tokens but each document's first, which nothing predicts.
+    assert sorted(targets) == [100 * d + i for d, length in enumerate(lengths) for i in range(1, length)]
+
+
+def test_overlong_documents_follow_the_rule() -> None:
+    lengths = (5, 11, 12, 35)
+    pieces = ((0, 10), (10, 10), (20, 10), (30, 4))
+    assert by_document(documents(lengths, "split"), 4)[-4:] == [Piece(0, 3, start, n) for start, n in pieces]
+    assert by_document(documents(lengths, "truncate"), 4) == [Piece(0, 0, 0, 4)] + [
+        Piece(0, d, 0, 10) for d in (1, 2, 3)
+    ]
+    assert [piece.document for piece in by_document(documents(lengths, "drop"), 4)] == [0, 1]
+    with pytest.raises(
+        ValueError, match=r"document [23] of source 0\) has (11|34) input positions, more than --seq-length 10"
+    ):
+        documents(lengths, "error").pieces(0, 4)
+    # Equality fits.
+    assert len(documents((11, 5), "error").pieces(0, 2)) == 2
+
+
+def test_a_document_without_a_target_counts_as_a_sample_and_trains_nothing() -> None:
+    assert documents((1, 1, 1)).pieces(0, 7) == []
+
+
+def test_token_shares_become_document_shares() -> None:
+    sources = tuple(
+        Source(_Memory(), np.arange(n), np.full(n, length, np.int64), -1) for n, length in ((100, 10), (100, 1000))
+    )
+    samples = Documents(Corpus(sources, (0.5, 0.5), None), seed=1, seq_length=2000, overlong="split")
+    pieces = samples.pieces(0, 10100)
+    tokens = [sum(piece.length + 1 for piece in pieces if piece.source == source) for source in (0, 1)]
+    assert abs(tokens[0] / sum(tokens) - 0.5) < 0.01
+
+
+def test_masking_follows_the_inputs_and_the_padding() -> None:
+    text = masked(np.array([7, 9, 3, 9, 5, 0]), masked_token=9, pad_token=0)
+    assert text.inputs.tolist() == [7, 9, 3, 9, 5]
+    assert text.targets.tolist() == [9, 3, 9, 5, 0]
+    assert text.counted.tolist() == [True, False, True, False, False]
+
+
+def test_megatron_samples_hold_what_its_own_dataset_gives() -> None:
+    assert run_ranks(_compare_with_dataset, 1, corpus(), prepare=import_megatron)[0] > 100
+
+
+def _compare_with_dataset(rank: int, world_size: int, prefix: Path) -> int:
+    import torch
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+
+    from hotspa_megatron.hooks.samples import MegatronSamples
+
+    class Tokenizer:
+        vocab_size, eod, pad = 121, 120, 7
+
+        def __init__(self) -> None:
+            self.unique_identifiers: dict[str, Any] = {}
+
+    pieces = 0
+    for blend in ([str(prefix)], None), ([str(prefix), str(prefix)], [0.3, 0.7]):
+        config = GPTDatasetConfig(
+            random_seed=1, sequence_length=64, blend=blend, split="90,10,0", path_to_cache=f"{prefix}-compare",
+            tokenizer=Tokenizer(), reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True,
+            create_attention_mask=True,
+        )  # fmt: skip
+        dataset = BlendedMegatronDatasetBuilder(GPTDataset, [40, 0, 0], lambda: True, config).build()[0]
+        samples = MegatronSamples(dataset, seq_length=64)
+        for index in range(40):
+            stock, begin = dataset[index], 0
+            for piece in samples.pieces(index, 1):
+                assert piece.start == begin
+                begin += piece.length
+                text, where = samples.text(piece), slice(piece.start, begin)
+                assert (text.inputs == stock["tokens"][where].numpy()).all()
+                assert (text.targets == stock["labels"][where].numpy()).all()
+                assert (text.counted == stock["loss_mask"][where].numpy().astype(bool)).all()
+                assert (stock["position_ids"][where] == torch.arange(piece.length)).all()
+                # True is masked: inside a piece everything before is seen, of earlier pieces nothing.
+                assert not stock["attention_mask"][0, begin - 1, piece.start : begin].any()
+                assert stock["attention_mask"][0, begin - 1, : piece.start].all()
+                pieces += 1
+            assert begin == 64
+    return pieces
+
+
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
+def test_with_megatrons_samples_the_losses_are_those_of_stock_megatron(positions: str) -> None:
+    """The oracle that is not ours: no flag, no hooks of ours in the step, dense masks from Megatron's own dataset."""
+    model = (*GROUPED_QUERIES, "--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm",
+             "--position-embedding-type", positions)  # fmt: skip
+    line = [
+        each for each in arguments(*RESET, iterations=8, batch=8, model=model) if "--no-create-attention" not in each
+    ]
+    stock = train(Job((*line, SHARDED), None))
+    home = train(Job((*line, SHARDED), MEGATRON + "strategies: []"))
+    mixed = train(
+        Job((*line, SHARDED), MEGATRON + "strategies: [{max_length: 32, tp: 2, pp: 2}, {max_length: 128, tp: 4}]")
+    )
+    for name, run in (("home only", home), ("mixed", mixed)):
+        assert_equal(f"samples: megatron, {positions}, {name}", run, stock, (stock, home))
+        assert [each.consumed_samples for each in run.iterations] == [
+            each.consumed_samples for each in stock.iterations
+        ]
+    assert {kind for step in mixed.steps for kind in (segment.kind for segment in step.segments)} == {"guest", "home"}
+
+
+def test_documents_are_not_what_stock_megatron_trains_on() -> None:
+    """Negative control of the comparison above: the same command line on documents gives other losses."""
+    model = (*GROUPED_QUERIES, "--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm",
+             "--position-embedding-type", "rope")  # fmt: skip
+    line = [
+        each for each in arguments(*RESET, iterations=8, batch=8, model=model) if "--no-create-attention" not in each
+    ]
+    stock, other = train(Job((*line, SHARDED), None)), train(Job((*line, SHARDED), "strategies: []"))
+    with pytest.raises(AssertionError):
+        assert_equal("documents", other, stock, (stock, stock))
