@@ -19,8 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import get_context
@@ -88,7 +88,7 @@ def run_ranks(
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` processes and return their results in rank order.
 
     ``fn`` is a module-level function; ``args`` and results are pickled. Every rank sees RANK, WORLD_SIZE, LOCAL_RANK,
-    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a port that was free) and ``env``, has one thread, and, with
+    LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a port that is kept for them) and ``env``, has one thread, and, with
     ``init_process_group``, a gloo default group. ``timeout`` is in seconds and covers everything but ``prepare``, a
     module-level function that has run, once for all calls that name it, in the process that the ranks are forked from.
 
@@ -183,8 +183,8 @@ def _serve(prepare: Callable[[], None], connection: Connection) -> None:
 
 def _run(context: ForkServerContext | ForkContext, call: _Call) -> list[Any]:
     deadline = time.monotonic() + call.timeout
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
-        shared = _shared_environment(call.world_size, call.env)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name, _reserved_port() as port:
+        shared = _shared_environment(call.world_size, port, call.env)
         ranks: list[_Rank] = []
         try:
             for rank in range(call.world_size):
@@ -227,10 +227,16 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _shared_environment(world_size: int, env: Mapping[str, str] | None) -> dict[str, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+@contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that nobody is given who asks for any port, while torch's store, which asks for this one, can have it."""
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield int(bound.getsockname()[1])
+
+
+def _shared_environment(world_size: int, port: int, env: Mapping[str, str] | None) -> dict[str, str]:
     shared = {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),

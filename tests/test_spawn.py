@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 
@@ -47,6 +48,15 @@ def _leave_a_child(rank: int, world_size: int) -> int:
 
 def _no_group(rank: int, world_size: int) -> bool:
     return dist.is_initialized()
+
+
+def _meet_at_the_port(rank: int, world_size: int) -> int:
+    with pytest.raises(OSError), socket.socket() as other:
+        other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    return int(total.item())
 
 
 def _is_alive(pid: int) -> bool:
@@ -100,6 +110,7 @@ def test_what_a_rank_started_ends_with_it() -> None:
 
 def test_ranks_may_initialise_by_themselves() -> None:
     assert run_ranks(_no_group, 2, init_process_group=False) == [False, False]
+    assert run_ranks(_meet_at_the_port, 3, init_process_group=False) == [3, 3, 3]
 
 
 _prepared: list[int] = []
