@@ -6,6 +6,7 @@ import importlib.util
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.param_layout import (
     Box,
+    ExpertAxes,
     Layer,
     Layout,
     LogicalParameter,
@@ -25,10 +27,18 @@ from hotspa_megatron.planning.param_layout import (
     shard_pieces,
 )
 from hotspa_megatron.strategy import Strategy, stage_layers
-from tests.layouts import layout, layouts, model_shape, optimizer_shards
+from tests.layouts import (
+    layout,
+    layouts,
+    mixed_layouts,
+    mixed_parameters,
+    model_shape,
+    optimizer_shards,
+)
 from tests.spawn import run_ranks
 
 quick = settings(max_examples=40, deadline=None)
+MIXED = mixed_parameters()
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
@@ -79,9 +89,23 @@ def test_every_element_is_held_as_often_as_the_strategy_says(data: st.DataObject
 
 
 @quick
-@given(st.data())
-def test_pieces_fill_each_local_tensor_once_and_agree_with_the_holdings(data: st.DataObject) -> None:
-    of = data.draw(layouts(model_shape(tied=True)))
+@given(mixed_layouts(MIXED))
+def test_every_element_of_an_expert_is_held_by_its_own_ranks_alone(of: Layout) -> None:
+    assert of.experts is not None
+    stage = of.world_size // of.strategy.pp
+    for index, parameter in enumerate(of.parameters):
+        if parameter.expert is None:
+            continue
+        held = np.zeros(parameter.shape, np.int64)
+        for holding in of.holdings(index):
+            held[_slices(holding.box)] += len(holding.ranks)
+        times = stage // (of.experts.ep * (1 if parameter.split_dim is None else of.experts.tp))
+        assert (held == times).all(), parameter.name
+
+
+@quick
+@given(st.one_of(layouts(model_shape(tied=True)), mixed_layouts(MIXED)))
+def test_pieces_fill_each_local_tensor_once_and_agree_with_the_holdings(of: Layout) -> None:
     by_rank: dict[int, list[Piece]] = {rank: [] for rank in range(of.world_size)}
     for index in range(len(of.parameters)):
         for box, start, ranks in of.holdings(index):
@@ -124,6 +148,77 @@ def test_tied_embeddings_are_on_both_ends_of_a_pipeline_and_once_without_one() -
         assert not any(parameter.name == "output_layer.weight" for parameter in of.parameters)
 
 
+def test_unequal_blocks_are_split_one_by_one() -> None:
+    parameter = LogicalParameter(name="w", shape=(56,), place=Layer(0), split_dim=0, split_sizes=(32, 16, 8))
+    of = model_layout([parameter], Strategy(tp=4, cp=1, pp=1, dp=1), [[0]], tied=False)
+    assert of.pieces(1) == (
+        Piece(0, Box((8,), (16,)), (0,)),
+        Piece(0, Box((36,), (40,)), (8,)),
+        Piece(0, Box((50,), (52,)), (12,)),
+    )
+    assert of.local_shape(0, 1) == (14,)
+
+
+def test_experts_lie_in_runs_on_their_own_grid() -> None:
+    parameters = [
+        LogicalParameter(name=f"{expert}.{kind}", shape=(8,), place=Layer(layer), split_dim=dim, expert=expert)
+        for layer in (0, 1)
+        for expert in range(4)
+        for kind, dim in ((f"weight.{layer}", 0), (f"bias.{layer}", None))
+    ]
+    axes = ExpertAxes(experts=4, ep=2, tp=2)
+    of = model_layout(parameters, Strategy(tp=4, cp=1, pp=2, dp=2), [[0], [1]], tied=False, experts=axes)
+    held = {parameter.name: of.holdings(index) for index, parameter in enumerate(parameters)}
+    # Eight ranks per stage: expert tp fastest, then ep, then replicas.
+    assert [list(holding.ranks) for holding in held["0.weight.0"]] == [[0, 4], [1, 5]]
+    assert [list(holding.ranks) for holding in held["1.weight.0"]] == [[0, 4], [1, 5]]
+    assert [list(holding.ranks) for holding in held["2.weight.0"]] == [[2, 6], [3, 7]]
+    assert [list(holding.ranks) for holding in held["3.weight.1"]] == [[10, 14], [11, 15]]
+    assert [list(holding.ranks) for holding in held["3.bias.1"]] == [[10, 11, 14, 15]]
+    assert of.local_shape(0, 5) == (4,)
+    with pytest.raises(ValueError, match=r"rank 2 holds nothing of 0\.weight\.0"):
+        of.local_shape(0, 2)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+@pytest.mark.parametrize(("tp", "etp", "ep", "pp"), [(4, 2, 3, 2), (2, 1, 4, 1), (1, 3, 2, 2), (4, 4, 1, 1)])
+def test_experts_lie_where_megatrons_own_rank_generator_puts_them(tp: int, etp: int, ep: int, pp: int) -> None:
+    world = 12 * tp * pp
+    (groups,) = run_ranks(_expert_groups, 1, etp, ep, pp, world, timeout=120)
+    parameters = [
+        LogicalParameter(name=str(expert), shape=(12,), place=Layer(0), split_dim=0, expert=expert)
+        for expert in range(2 * ep)
+    ]
+    strategy = Strategy.from_world(world, tp=tp, cp=1, pp=pp)
+    layers = [[0], *([stage] for stage in range(1, pp))]
+    of = model_layout(parameters, strategy, layers, tied=False, experts=ExpertAxes(experts=2 * ep, ep=ep, tp=etp))
+    for tp_group, ep_group, dp_group in zip(*(groups[axis] for axis in ("tp", "ep", "dp")), strict=True):
+        # One rank of each axis is common to its three groups.
+        (rank,) = set(tp_group) & set(ep_group) & set(dp_group)
+        if rank >= world // pp:
+            continue  # layer 0 is on the first stage
+        held = list(of.pieces(rank))
+        expert = 2 * ep_group.index(rank)
+        part = 12 // etp
+        low = part * tp_group.index(rank)
+        assert held == [Piece(index, Box((low,), (low + part,)), (0,)) for index in (expert, expert + 1)]
+        assert list(of.holdings(expert)[tp_group.index(rank)].ranks) == dp_group
+
+
+def _expert_groups(rank: int, world_size: int, etp: int, ep: int, pp: int, world: int) -> dict[str, list[list[int]]]:
+    """For every rank, its groups on the experts' grid."""
+    from hotspa_megatron.hooks import cpu
+
+    cpu.install()
+    from megatron.core.parallel_state import RankGenerator
+
+    generator = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
+    return {
+        axis: [next(group for group in generator.get_ranks(axis) if of in group) for of in range(world)]
+        for axis in ("tp", "ep", "dp")
+    }
+
+
 def test_uneven_stages_place_layers_by_number() -> None:
     of = layout(model_shape(layers=5), pp=3, stages=stage_layers(5, 3, 2, 1))
     norm = "decoder.layers.{}.input_layernorm.weight"
@@ -158,6 +253,33 @@ def test_contradictory_parameters_are_refused() -> None:
         LogicalParameter(name="w", shape=(3,), place=Layer(0), split_dim=1)
     with pytest.raises(ValueError, match="w: split stride 0"):
         LogicalParameter(name="w", shape=(3,), place=Layer(0), split_dim=0, split_stride=0)
+    with pytest.raises(ValueError, match=r"w: split sizes \(1, 1\) do not add up to dim 0 of \(3,\)"):
+        LogicalParameter(name="w", shape=(3,), place=Layer(0), split_dim=0, split_sizes=(1, 1))
+    with pytest.raises(ValueError, match=r"w: split sizes \(1, 2\) need a split dim and no split stride"):
+        LogicalParameter(name="w", shape=(3,), place=Layer(0), split_sizes=(1, 2))
+    blocks = LogicalParameter(name="w", shape=(6,), place=Layer(0), split_dim=0, split_sizes=(4, 2))
+    with pytest.raises(ValueError, match="w: dim 0 of size 6 does not split into blocks of 4, 2 x tp 4 equal parts"):
+        model_layout([blocks], Strategy(tp=4, cp=1, pp=1, dp=1), [[0]], tied=False)
+
+
+def test_impossible_grids_of_experts_are_refused() -> None:
+    with pytest.raises(ValueError, match="experts 4, ep 0 and expert tp 1 must be at least 1"):
+        ExpertAxes(experts=4, ep=0)
+    with pytest.raises(ValueError, match="4 experts do not divide over ep 3"):
+        ExpertAxes(experts=4, ep=3)
+    strategy = Strategy(tp=2, cp=1, pp=1, dp=3)
+    weight = LogicalParameter(name="w", shape=(6,), place=Layer(0), split_dim=0, expert=1)
+    for axes, message in (
+        (None, "w belongs to expert 1, but no expert axes are given"),
+        (ExpertAxes(experts=1), "expert 1 is not one of 1"),
+        (ExpertAxes(experts=4, tp=4), "w: dim 0 of size 6 does not split into 1 x expert tp 4 equal parts"),
+        (
+            ExpertAxes(experts=4, ep=4),
+            r"the 6 ranks of a stage of tp2-cp1-pp1-dp3 do not divide over ep 4 x expert tp 1",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model_layout([weight], strategy, [[0]], tied=False, experts=axes)
 
 
 @quick
