@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,19 +42,32 @@ class StepLoader:
     """Serves steps as a pure function of consumed samples.
 
     Iterating yields a ``StepBatch`` per step, for the position and size that ``position`` reports then, so batch-size
-    ramp-up and skipped iterations need nothing of their own.
+    ramp-up and skipped iterations need nothing of their own. While a step runs, a thread plans the one that follows it
+    if nothing unusual happens; anything else is planned when it is asked for.
     """
 
     def __init__(self, samples: Samples, planner: StepPlanner, *, position: Callable[[], tuple[int, int]]) -> None:
         self.samples = samples
         self._planner = planner
         self._position = position
-        # A rerun asks for the same step again; two are enough for the one before, too.
-        self.step = functools.lru_cache(maxsize=2)(self._make_step)
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotspa-planner")
+        # The last step, which a rerun asks for again, and the next.
+        self._planned: dict[StepBatch, Future[Step]] = {}
 
     def __iter__(self) -> Iterator[StepBatch]:
         while True:
             yield StepBatch(*self._position())
+
+    def step(self, batch: StepBatch) -> Step:
+        """The step of these samples; an error in them is raised here, when the step is due, not when it was planned."""
+        following = StepBatch(batch.first_sample + batch.samples, batch.samples)
+        planned = {each: self._plan(each) for each in (batch, following)}
+        self._planned = planned
+        return planned[batch].result()
+
+    def _plan(self, batch: StepBatch) -> Future[Step]:
+        known = self._planned.get(batch)
+        return known if known is not None else self._worker.submit(self._make_step, batch)
 
     def _make_step(self, batch: StepBatch) -> Step:
         sequences = self.samples.pieces(batch.first_sample, batch.samples)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from hotspa_megatron.hooks import get_batch
-from hotspa_megatron.hooks.data import SegmentIterator, Step, StepBatch, StepLoader, padding_fraction
+from hotspa_megatron.hooks.data import SegmentIterator, Step, StepLoader, padding_fraction
 from hotspa_megatron.hooks.model import (
     Guest,
     LogicalModel,
@@ -57,12 +57,17 @@ class Move:
 
 @dataclass
 class StepRecord:
-    """What one step did, for logs and reports. ``losses``: total and valid tokens per key of the user's loss report."""
+    """What one step did, for logs and reports.
+
+    ``losses``: total and valid tokens per key of the user's loss report. ``plan_seconds``: how long the training loop
+    waited for the step's plan.
+    """
 
     switches: list[Move] = field(default_factory=list)
     folds: list[Move] = field(default_factory=list)
     segments: list[dict[str, Any]] = field(default_factory=list)
     losses: dict[str, tuple[float, float]] = field(default_factory=dict)
+    plan_seconds: float = 0.0
 
 
 class StepRunner:
@@ -547,6 +552,7 @@ class StepLog:
             "tokens": int(tokens),
             "padding_fraction": padding_fraction(step, planner),
             "step_s": seconds,
+            "plan_s": record.plan_seconds,
             "segments": record.segments,
             "switches": [moved(move) for move in record.switches],
             "folds": [moved(move) for move in record.folds],
@@ -565,10 +571,3 @@ def count_work(step: Step, states: ParallelStates, rank: int, update: Callable[[
     boundaries[1:] = torch.tensor(own, dtype=torch.int64).cumsum(0)
     # Ranks without a sequence still count: the training loop's sum over the world must meet on all of them.
     update(boundaries.cuda() if own else torch.zeros(2, dtype=torch.int64).cuda())
-
-
-def step_of(batch: Any, loader: StepLoader) -> Step:
-    """The step that the training iterator asked for. TypeError where the iterator is not ours."""
-    if not isinstance(batch, StepBatch):
-        raise TypeError(f"the training iterator yielded {type(batch).__name__}, not a step of ours")
-    return loader.step(batch)

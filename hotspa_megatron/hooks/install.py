@@ -355,11 +355,14 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
         done: list[tuple[Any, StepRecord]] = []
 
         def forward_backward(*, forward_step_func: Any, data_iterator: Any, **schedule_options: Any) -> Any:
+            began = time.perf_counter()
             step = loader.step(next(data_iterator))
+            planned = time.perf_counter()
             reports, record = runner.run(
                 forward_step_func=forward_step_func, step=step, loader=loader,
                 force_all_reduce=schedule_options.get("force_all_reduce", False),
             )  # fmt: skip
+            record.plan_seconds = planned - began
             done[:] = [(step, record)]
             return reports
 
