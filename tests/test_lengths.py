@@ -225,7 +225,7 @@ def test_documents_of_an_index_count_their_input_positions(
 @pytest.mark.skipif(not OPENWEBTEXT.with_suffix(".idx").exists(), reason="needs 1,000 documents of OpenWebText")
 def test_a_real_index_is_read() -> None:
     index = read_index(OPENWEBTEXT)
-    assert (index.token_dtype, len(index.lengths), len(index.boundaries)) == (np.uint16, 1000, 1001)
+    assert (index.token_dtype, len(index.lengths), len(index.boundaries)) == (np.dtype("u2"), 1000, 1001)
     histogram = LengthHistogram.from_index(OPENWEBTEXT)
     assert histogram.tokens == 1_361_845 - 1000
     assert (histogram.lengths[0], histogram.longest) == (193 - 1, 21_809 - 1)
