@@ -197,6 +197,19 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str) -> None:
         LengthHistogram.from_text(path)
 
 
+def test_a_command_line_names_any_source(tmp_path: Path) -> None:
+    prefix = write_index(tmp_path / "data", [5, 9])
+    (tmp_path / "list.txt").write_text("4\n8\n")
+    for name in (prefix, f"{prefix}.bin", tmp_path / "list.txt"):
+        assert same(LengthHistogram.named(str(name)), LengthHistogram.of([4, 8]))
+    assert same(LengthHistogram.named("wikipedia"), LengthHistogram.wikipedia())
+    named = LengthHistogram.named("lognormal:mean=90.5,sigma=1.5,max=400,min=7")
+    assert same(named, LengthHistogram.lognormal(mean=90.5, sigma=1.5, minimum=7, maximum=400))
+    for wrong in ("lognormal:mean=1", "lognormal:mean=1,sigma=1,max=1.5", "lognormal:mean=1,sigma=1,max=5,", "nothing"):
+        with pytest.raises(ValueError, match="names no lengths"):
+            LengthHistogram.named(wrong)
+
+
 def test_files_without_lengths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     with pytest.raises(ValueError, match="holds no lengths"):

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotspa_megatron.cli.main import main
 from hotspa_megatron.planning.alignment import Alignment
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.packing import LARGEST_MICRO_BATCH, MicroBatches, lower_bound, pack
@@ -383,3 +384,46 @@ def test_there_are_few_micro_batches(lower_upper: tuple[int, int]) -> None:
         for dp in (1, 4, 16):
             packed = pack(lengths, budget=4096, dp=dp, alignment=PLAIN, cost=quadratic)
             assert max(len(rank) for rank in packed) <= -(-sum(lengths) // (4096 * dp)) + 1
+
+
+# --------------------------------------------------------------------------------------------------------------- bench
+
+
+def test_the_bench_shows_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "packing", "--json", "--align", "16", "--steps", "2"]) == 0
+    bench = json.loads(capsys.readouterr().out)
+    assert [(each["upper"], each["dp"]) for each in bench["results"]] == list(
+        itertools.product((4096, 8192, 32768), (4, 16, 64))
+    )
+    for each in bench["results"]:
+        assert each["padding"] <= 0.03
+        assert each["imbalance"] <= each["in_turn"]
+        if each["upper"] == 4096:
+            assert each["imbalance"] <= 0.03
+            assert each["over_simple"] <= 0.01
+    assert main(["bench", "packing", "--dp", "4", "--groups", "512", "--steps", "1"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("1-512")]
+    assert line.split()[:3] == ["1-512", "4", "512"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dp", "0"], "--dp: '0' is not a list of numbers"),
+        (["--groups", "4096,512"], "--groups: 4096,512 does not rise"),
+        (["--lengths", "nothing"], "'nothing' names no lengths"),
+        (["--lengths", "lognormal:mean=5"], "names no lengths"),
+        (["--seq-length", "0"], "--seq-length must be at least 1, not 0"),
+        (["--seed", "-1"], "--seed must be at least 0, not -1"),
+        (["--budget", "100"], "above the budget of 100 tokens"),
+        (["--", "x"], "remove what follows --"),
+    ],
+)
+def test_the_bench_refuses_what_it_cannot_use(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "packing", *arguments]) == 2
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert message in written.err
+    assert written.err.count("\n") == 1

@@ -7,6 +7,7 @@ reads a token or knows a strategy; choosing strategies, simulating runs and ``ho
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,6 +34,9 @@ Source: the document lengths that PKU-DAIR/Hetu-Galvatron publishes with FlexSP 
 
 _SIZE: Final = 100_000
 """Sequences that stand for a distribution."""
+_LOGNORMAL: Final = re.compile(
+    r"lognormal:mean=([0-9]{1,9}(?:\.[0-9]+)?),sigma=([0-9]{1,3}(?:\.[0-9]+)?),max=([0-9]{1,12})(?:,min=([0-9]{1,12}))?"
+)
 _CHUNK: Final = 1 << 22
 """Entries of an index that are looked at together, so that one larger than memory can be read."""
 
@@ -138,6 +142,26 @@ class LengthHistogram:
     def wikipedia(cls, *, size: int = _SIZE) -> LengthHistogram:
         """English Wikipedia: half of the documents below 345 tokens, 1 % above 10,800."""
         return cls.from_quantiles(WIKIPEDIA_QUANTILES, size=size)
+
+    @classmethod
+    def named(cls, text: str) -> LengthHistogram:
+        """What a command line names: wikipedia, lognormal:mean=M,sigma=S,max=N[,min=N], PREFIX of an index, or a list.
+
+        ``ValueError`` says what was expected.
+        """
+        if text == "wikipedia":
+            return cls.wikipedia()
+        if match := _LOGNORMAL.fullmatch(text):
+            mean, sigma, maximum, minimum = match.groups()
+            return cls.lognormal(mean=float(mean), sigma=float(sigma), maximum=int(maximum), minimum=int(minimum or 1))
+        if index_path(text).exists():
+            return cls.from_index(text)
+        if Path(text).exists():
+            return cls.from_text(text)
+        raise ValueError(
+            f"{text!r} names no lengths: neither {index_path(text)} nor {text} exists, and it is neither wikipedia nor "
+            "lognormal:mean=1000,sigma=1.5,max=32768"
+        )
 
     # ------------------------------------------------------------------------------------------------------- what it says
 
@@ -285,10 +309,15 @@ class IndexFile:
             yield start, self.lengths[start:stop].astype(np.int64), self.pointers[start:stop].astype(np.int64)
 
 
+def index_path(prefix: str | Path) -> Path:
+    """The index of a data set, named by its prefix or by either of its files."""
+    path = Path(prefix)
+    return path.with_suffix(".idx") if path.suffix in (".idx", ".bin") else path.with_name(path.name + ".idx")
+
+
 def read_index(prefix: str | Path) -> IndexFile:
     """Open ``PREFIX.idx``, given with or without its .idx or .bin; ``ValueError`` where it is not a whole index."""
-    path = Path(prefix)
-    path = path.with_suffix(".idx") if path.suffix in (".idx", ".bin") else path.with_name(path.name + ".idx")
+    path = index_path(prefix)
     try:
         with path.open("rb") as file:
             header = file.read(_HEADER.size)
