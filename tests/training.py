@@ -11,19 +11,22 @@ import atexit
 import dataclasses
 import functools
 import hashlib
+import math
 import shutil
 import sys
 import tempfile
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from hotspa_megatron.planning.sample_order import SampleOrder
 from tests.spawn import REPOSITORY, run_ranks
 
 SCRIPT = REPOSITORY / "examples" / "pretrain_small.py"
+SEED = 1234
 SEQ_LENGTH = 256
 VOCAB = 120
 """The tokenizer adds an end of document; padded to 128 for every tensor-parallel size up to 4."""
@@ -60,6 +63,14 @@ def corpus(lengths: tuple[int, ...] | None = None) -> Path:
     return prefix
 
 
+def lengths_for(steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Lengths of a corpus, all of it for training, whose first steps hold documents of these lengths in this order."""
+    wanted = [length for step in steps for length in step]
+    order = SampleOrder([len(wanted)], [1.0], SEED).samples(0, len(wanted))
+    placed = {document: length for (_, document), length in zip(order, wanted, strict=True)}
+    return tuple(placed[document] for document in range(len(wanted)))
+
+
 def _write_corpus(rank: int, world_size: int, prefix: Path, lengths: Sequence[int]) -> None:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -88,26 +99,30 @@ def arguments(
     cp: int = 1,
     pp: int = 1,
     iterations: int = 20,
-    batch: int = 16,
+    batch: int | str = 16,
     model: Sequence[str] = LLAMA,
     documents: Path | None = None,
 ) -> tuple[str, ...]:
-    """Megatron's command line for home at these sizes, then ``more``; None as ``documents`` is the skewed corpus."""
+    """Megatron's command line for home at these sizes, then ``more``.
+
+    ``batch`` is a global batch size or a schedule of them; None as ``documents`` is the skewed corpus.
+    """
     documents = documents or corpus()
+    batches = ("--global-batch-size" if isinstance(batch, int) else "--step-batch-size-schedule", str(batch))
     sizes = f"""
-        --data-path {documents} --data-cache-path {documents}-cache --split 90,10,0 --num-workers 0 --seed 1234
+        --data-path {documents} --data-cache-path {documents}-cache --split 90,10,0 --num-workers 0 --seed {SEED}
         --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 32
         --num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 8
         --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --hidden-dropout 0 --attention-dropout 0
         --tensor-model-parallel-size {tp} --context-parallel-size {cp} --pipeline-model-parallel-size {pp}
-        --micro-batch-size 1 --global-batch-size {batch} --train-iters {iterations} --calculate-per-token-loss
+        --micro-batch-size 1 --train-iters {iterations} --calculate-per-token-loss
         --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
         --adam-eps 1e-6 --log-interval 1 --eval-interval 1000000 --eval-iters 0
         --transformer-impl local --attention-backend unfused --distributed-backend gloo
         --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-persist-layer-norm
         --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
     """
-    return (*sizes.split(), *model, *more)
+    return (*sizes.split(), *batches, *model, *more)
 
 
 @functools.cache
@@ -161,10 +176,11 @@ class SegmentSeen:
 
 @dataclasses.dataclass(frozen=True)
 class StepSeen:
-    """A forward-backward pass as the hooks ran it."""
+    """A forward-backward pass as the hooks ran it; ``tokens``: input positions of all its sequences."""
 
     first_sample: int
     samples: int
+    tokens: int
     segments: tuple[SegmentSeen, ...]
 
 
@@ -265,7 +281,7 @@ def _record(run: Run) -> None:
             SegmentSeen(str(each.strategy), str(each.kind), tuple(len(batches) for batches in each.micro_batches))
             for each in step.plan.segments
         ]
-        run.steps.append(StepSeen(step.batch.first_sample, step.batch.samples, tuple(segments)))
+        run.steps.append(StepSeen(step.batch.first_sample, step.batch.samples, sum(step.plan.lengths), tuple(segments)))
 
     noting(training, "training_log", log)
     noting(training, "evaluate", evaluation)
@@ -281,3 +297,64 @@ def _bits(parameter: Any) -> str:
     import torch
 
     return hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+
+
+# --------------------------------------------------------------------------------------- what several test modules train
+
+STATIC = "strategies: []"
+SHARDED = "--use-distributed-optimizer"
+SP = "--sequence-parallel"
+
+
+class Home(NamedTuple):
+    """Home's sizes and what else its command line says."""
+
+    tp: int
+    cp: int
+    pp: int
+    flags: tuple[str, ...]
+
+    def run(
+        self,
+        config: str | None,
+        *more: str,
+        iterations: int = 20,
+        batch: int | str = 16,
+        steps: Sequence[Sequence[int]] | None = None,
+        **options: Any,
+    ) -> Run:
+        """A run from the common weights; ``steps``: the lengths of each step's documents, else the skewed corpus."""
+        everything = ("--split", "100,0,0") if steps else ()
+        documents = corpus(lengths_for(steps)) if steps else None
+        line = arguments(
+            *self.flags, *from_common_weights(), *everything, *more, tp=self.tp, cp=self.cp, pp=self.pp,
+            iterations=len(steps) if steps else iterations, batch=len(steps[0]) if steps else batch, documents=documents,
+        )  # fmt: skip
+        return train(Job(line, config, **options))
+
+
+TP2_CP2 = Home(2, 2, 1, (SP, SHARDED))
+TP2_PP2 = Home(2, 1, 2, ())
+DP4 = Home(1, 1, 1, (SHARDED,))
+
+GUEST_AND_SIBLING = """
+strategies:
+  - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
+  - {max_length: 128, tp: 2, tokens_per_microbatch: 192}
+"""
+TWO_GUESTS = """
+strategies:
+  - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
+  - {max_length: 128, tp: 4}
+"""
+PIPELINED_GUEST = """
+strategies:
+  - {max_length: 64, tp: 2, pp: 2, tokens_per_microbatch: 128}
+"""
+
+
+def difference(values: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest relative difference; runs of different lengths are compared as far as both go."""
+    pairs = list(zip(values, reference, strict=False))
+    assert pairs and [math.isnan(value) for value, _ in pairs] == [math.isnan(other) for _, other in pairs]
+    return max(abs(value - other) / max(abs(other), 1e-6) for value, other in pairs if not math.isnan(other))
