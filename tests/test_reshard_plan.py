@@ -795,6 +795,18 @@ def test_control_sending_what_is_there_already_is_seen() -> None:
         check_plan(dataclasses.replace(unaware, sources=(of,)))
 
 
+def test_control_a_sender_that_does_all_the_work_is_seen() -> None:
+    shape = model_shape(layers=8)
+    source, destination = layout(shape, tp=4, dp=3), layout(shape, dp=12)
+    plan = plan_reshard([source], destination, itemsize=2)
+    least = 2 * float(least_maximum(owners_asked(plan, LinkClass.INTRA_NODE)))
+    assert max(plan.bytes_sent(rank) for rank in range(12)) <= 1.01 * least
+    # The first holder of every region serves everyone, as a planner without a count of loads has it.
+    owners = [plan.bundles[bundle].owners for bundle in plan.transfers[0].bundle]
+    first = _changed(plan, 0, sender=np.array([(mask & -mask).bit_length() - 1 for mask in owners]))
+    assert max(first.bytes_sent(rank) for rank in range(12)) > 1.5 * least
+
+
 def test_control_a_network_crossed_twice_is_seen() -> None:
     source, destination = layout(SHAPE, pp=2, dp=4), layout(SHAPE, dp=8)
     plan = plan_reshard([source], destination, itemsize=2, topology=Topology.nodes(8, 4), two_phase=False)
