@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hotspa_megatron.cli import tables
+from hotspa_megatron.cli.options import numbers
 from hotspa_megatron.planning.alignment import Alignment
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram
@@ -129,16 +129,6 @@ def _run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> No
         )
     else:
         _print(results, arguments)
-
-
-def numbers(text: str, *, flag: str, rising: bool = False) -> tuple[int, ...]:
-    """Whole numbers of at least 1 out of ``1,2,3``; ``ValueError`` names the flag."""
-    if not re.fullmatch(r"[1-9][0-9]{0,11}(,[1-9][0-9]{0,11})*", text):
-        raise ValueError(f"{flag}: {text!r} is not a list of numbers; write them as 512,4096")
-    found = tuple(int(part) for part in text.split(","))
-    if rising and list(found) != sorted(set(found)):
-        raise ValueError(f"{flag}: {text} does not rise; write each number once, from small to large")
-    return found
 
 
 def bench_packing(

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hotspa_megatron.cli import bench, explain
+from hotspa_megatron.cli import bench, data, explain
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     explain.add_command(commands)
     bench.add_command(commands)
+    data.add_command(commands)
     arguments = parser.parse_args(own)
     try:
         arguments.run(arguments, megatron)

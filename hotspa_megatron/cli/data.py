@@ -1,0 +1,293 @@
+"""``hotspa data``: what a data set in Megatron's indexed format holds, and whether it is whole. Reads no Megatron code.
+
+``lengths`` shows how sequences and tokens are spread over length groups; ``check`` holds the index against itself and
+against its data file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from hotspa_megatron.cli import tables
+from hotspa_megatron.cli.options import numbers
+from hotspa_megatron.planning.lengths import GroupShare, IndexFile, LengthHistogram, read_index
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_LENGTHS_EPILOG: Final = """\
+A length is a number of input positions, as max_length counts it: a document of L tokens has L - 1.
+
+examples:
+  hotspa data lengths data/my_text_document
+  hotspa data lengths data/my_text_document --groups 1024,8192 --seq-length 32768 --plot lengths.png
+"""
+_CHECK_EPILOG: Final = """\
+example:
+  hotspa data check data/my_text_document && sbatch pretrain.slurm
+      exit code 2 and one line where an entry of the index cannot be read
+"""
+_GROUPS: Final = "512,1024,2048,4096,8192,16384,32768"
+_QUANTILES: Final = (0.01, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
+_BAR: Final = 40
+_CHUNK: Final = 1 << 22
+"""Documents that are looked at together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """A data set whose index and data file agree. Counts of sequences, tokens and bytes.
+
+    ``without_target``: sequences of fewer than two tokens, the ``empty_sequences`` of none included.
+    ``empty_documents``: documents of no sequence.
+    """
+
+    index: str
+    token_type: str
+    sequences: int
+    documents: int
+    tokens: int
+    num_bytes: int
+    shortest: int
+    longest: int
+    empty_sequences: int
+    without_target: int
+    empty_documents: int
+
+
+def add_command(commands: _SubParsersAction[Any]) -> None:
+    """Add ``data`` and its subcommands to the ``hotspa`` command."""
+    parser = commands.add_parser(
+        "data",
+        help="look into a data set: lengths of its sequences, and whether it is whole",
+        description="Look into a data set in Megatron's indexed format (PREFIX.idx and PREFIX.bin).",
+    )
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    lengths = actions.add_parser(
+        "lengths",
+        help="show how long its sequences are",
+        description="Show how sequences and tokens are spread over length groups. Reads PREFIX.idx alone.",
+        epilog=_LENGTHS_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    lengths.add_argument("prefix", metavar="PREFIX", help="the data set, as --data-path names it")
+    lengths.add_argument(
+        "--groups", default=_GROUPS, metavar="N,N", help=f"limits of length groups (default {_GROUPS})"
+    )
+    lengths.add_argument("--seq-length", type=int, metavar="N", help="split what is longer, as training does")
+    lengths.add_argument("--plot", type=Path, metavar="FILE", help="draw the histogram into FILE.png, .pdf or .svg")
+    lengths.add_argument("--json", action="store_true", help="print JSON; lengths in tokens, shares as fractions")
+    lengths.set_defaults(run=_run_lengths)
+    check = actions.add_parser(
+        "check",
+        help="hold its index against its data",
+        description="Check that every entry of PREFIX.idx can be read from PREFIX.bin.",
+        epilog=_CHECK_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("prefix", metavar="PREFIX", help="the data set, as --data-path names it")
+    check.add_argument("--json", action="store_true", help="print JSON")
+    check.set_defaults(run=_run_check)
+
+
+def _refuse_megatron_arguments(megatron_arguments: Sequence[str]) -> None:
+    if megatron_arguments:
+        raise ValueError("data takes no arguments of Megatron's; remove what follows --")
+
+
+# ------------------------------------------------------------------------------------------------------------- lengths
+
+
+def _run_lengths(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
+    _refuse_megatron_arguments(megatron_arguments)
+    limits = numbers(arguments.groups, flag="--groups", rising=True)
+    histogram = LengthHistogram.from_index(arguments.prefix)
+    if arguments.seq_length is not None:
+        if arguments.seq_length < 1:
+            raise ValueError(f"--seq-length must be at least 1, not {arguments.seq_length}")
+        histogram = histogram.limited(arguments.seq_length, "split")
+    # Limits beyond the longest sequence would only add empty groups.
+    needed = [limit for limit in limits if limit < histogram.longest]
+    groups = histogram.shares([*needed, *limits[len(needed) : len(needed) + 1]])
+    if groups[-1].sequences == 0:
+        groups = groups[:-1]
+    if arguments.plot is not None:
+        _plot(histogram, limits, arguments.plot, title=Path(arguments.prefix).name)
+    if arguments.json:
+        print(json.dumps(_described(histogram, groups), indent=2))
+    else:
+        _print_lengths(histogram, groups, arguments.prefix)
+
+
+def _described(histogram: LengthHistogram, groups: Sequence[GroupShare]) -> dict[str, object]:
+    return {
+        "sequences": histogram.sequences,
+        "tokens": histogram.tokens,
+        "mean": histogram.mean,
+        "shortest": int(histogram.lengths[0]),
+        "longest": histogram.longest,
+        "quantiles": {f"{share:g}": histogram.quantile(share) for share in _QUANTILES},
+        "groups": [asdict(group) for group in groups],
+    }
+
+
+def _print_lengths(histogram: LengthHistogram, groups: Sequence[GroupShare], prefix: str) -> None:
+    console = tables.console()
+    shown = tables.table("lengths", "sequences", "share", "tokens", "share of tokens", "", left=("lengths", ""))
+    for group in groups:
+        upper = "" if group.upper is None else f"{group.upper:,}"
+        tables.row(
+            shown,
+            f"{group.lower + 1:,}-{upper}",
+            f"{group.sequences:,}",
+            f"{group.sequence_share:.1%}",
+            f"{group.tokens:,}",
+            f"{group.token_share:.1%}",
+            "#" * round(_BAR * group.token_share),
+        )
+    tables.print_table(
+        console, f"{prefix}: {histogram.sequences:,} sequences, {histogram.tokens:,} input positions", shown
+    )
+    shown = tables.table(*(f"{share:.4g}%" for share in (100 * share for share in _QUANTILES)), "longest", left=())
+    tables.row(shown, *(f"{histogram.quantile(share):,}" for share in _QUANTILES), f"{histogram.longest:,}")
+    tables.print_table(console, f"At most this long (mean {histogram.mean:,.0f})", shown)
+    tables.say(console, "Length: input positions, one less than tokens. Sequences without a target are not counted.")
+
+
+def _plot(histogram: LengthHistogram, limits: Sequence[int], path: Path, *, title: str) -> None:
+    """Shares of sequences and of tokens by length, on a logarithmic axis."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    edges = np.unique(np.geomspace(int(histogram.lengths[0]), histogram.longest + 1, 61).round())
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, weights in (("sequences", histogram.counts), ("tokens", histogram.counts * histogram.lengths)):
+        shares, _ = np.histogram(histogram.lengths, bins=edges, weights=weights / weights.sum())
+        axes.stairs(100 * shares, edges, fill=True, alpha=0.5, label=name)
+    for limit in limits:
+        if limit <= histogram.longest:
+            axes.axvline(limit, color="black", linewidth=0.5, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("length (input positions)")
+    axes.set_ylabel("share per bar (%)")
+    axes.set_title(f"{title}: {histogram.sequences:,} sequences")
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
+        raise ValueError(f"--plot {path}: {reason}") from None
+
+
+# --------------------------------------------------------------------------------------------------------------- check
+
+
+def _run_check(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
+    _refuse_megatron_arguments(megatron_arguments)
+    summary = check_data(read_index(arguments.prefix))
+    if arguments.json:
+        print(json.dumps(asdict(summary), indent=2))
+        return
+    console = tables.console()
+    tables.say(
+        console,
+        f"{summary.index}: {summary.sequences:,} sequences in {summary.documents:,} documents, {summary.tokens:,} tokens of "
+        f"{summary.token_type}, {summary.shortest:,} to {summary.longest:,} long; every entry can be read",
+    )
+    if summary.without_target:
+        tables.say(
+            console,
+            f"{summary.without_target:,} sequences have fewer than two tokens, so no target ({summary.empty_sequences:,} of "
+            "them none at all): each counts as a sample and trains nothing",
+        )
+    if summary.empty_documents:
+        tables.say(console, f"{summary.empty_documents:,} documents hold no sequence")
+
+
+def check_data(index: IndexFile) -> DataSummary:
+    """Hold an index against itself and its data file; ``ValueError`` names the first entry that is wrong."""
+    itemsize = index.token_dtype.itemsize
+    end, shortest, longest, empty, without_target = 0, np.iinfo(np.int64).max, 0, 0, 0
+    for first, lengths, pointers in index.chunks():
+        negative = np.flatnonzero(lengths < 0)
+        if len(negative):
+            at = int(negative[0])
+            raise ValueError(f"{index.path}: sequence {first + at} has length {lengths[at]}")
+        ends = end + np.cumsum(lengths * itemsize)
+        wrong = np.flatnonzero(pointers != ends - lengths * itemsize)
+        if len(wrong):
+            at = int(wrong[0])
+            expected = int(ends[at] - lengths[at] * itemsize)
+            raise ValueError(
+                f"{index.path}: sequence {first + at} should start at byte {expected:,}, where those before it end, "
+                f"but its pointer is {pointers[at]:,}"
+            )
+        end = int(ends[-1])
+        shortest, longest = min(shortest, int(lengths.min())), max(longest, int(lengths.max()))
+        empty += int((lengths == 0).sum())
+        without_target += int((lengths < 2).sum())
+    sequences = len(index.lengths)
+    empty_documents = _check_boundaries(index, sequences)
+    _check_size(index, end)
+    return DataSummary(
+        index=str(index.path),
+        token_type=index.token_dtype.name,
+        sequences=sequences,
+        documents=len(index.boundaries) - 1,
+        tokens=end // itemsize,
+        num_bytes=end,
+        shortest=int(shortest) if sequences else 0,
+        longest=longest,
+        empty_sequences=empty,
+        without_target=without_target,
+        empty_documents=empty_documents,
+    )
+
+
+def _check_boundaries(index: IndexFile, sequences: int) -> int:
+    """Documents must cover the sequences in order; returns how many hold none."""
+    boundaries = index.boundaries
+    if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
+        shown = f"from {boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "no sequence"
+        raise ValueError(f"{index.path}: documents cover {shown}, but there are {sequences:,} sequences")
+    empty = 0
+    for start in range(0, len(boundaries), _CHUNK):
+        sizes = np.diff(boundaries[start : start + _CHUNK + 1])
+        falling = np.flatnonzero(sizes < 0)
+        if len(falling):
+            at = start + int(falling[0])
+            raise ValueError(
+                f"{index.path}: document {at} begins at sequence {boundaries[at]} and ends before it, at "
+                f"{boundaries[at + 1]}"
+            )
+        empty += int((sizes == 0).sum())
+    return empty
+
+
+def _check_size(index: IndexFile, end: int) -> None:
+    try:
+        size = index.data_path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{index.data_path}: {error.strerror}") from None
+    if size > end:
+        raise ValueError(
+            f"{index.data_path}: {size - end:,} bytes lie behind the last sequence of {index.path.name}, which ends at byte "
+            f"{end:,} of {size:,}: the two files do not belong together"
+        )
+    if size < end:
+        for first, lengths, pointers in index.chunks():
+            cut = np.flatnonzero(pointers + lengths * index.token_dtype.itemsize > size)
+            if len(cut):
+                raise ValueError(
+                    f"{index.data_path}: the file is cut off: it has {size:,} of {end:,} bytes, and sequence "
+                    f"{first + int(cut[0])} is the first that cannot be read"
+                )
