@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.planning.sample_order import SampleOrder
 from tests.spawn import REPOSITORY, run_ranks
 
@@ -72,7 +74,6 @@ def lengths_for(steps: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 def _write_corpus(rank: int, world_size: int, prefix: Path, lengths: Sequence[int]) -> None:
-    import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     numbers = np.random.default_rng(len(lengths))
@@ -186,11 +187,13 @@ class StepSeen:
 
 @dataclasses.dataclass
 class Run:
-    """A finished training. ``parameters``: a hash of each parameter's bits by name, for every rank; ``output``: rank 0's."""
+    """A finished training. ``loaded`` and ``parameters``: a hash of each parameter's bits by name, for every rank,
+    before the first and after the last iteration; ``output``: what rank 0 printed."""
 
     iterations: list[Iteration] = dataclasses.field(default_factory=list)
     evaluations: list[float] = dataclasses.field(default_factory=list)
     steps: list[StepSeen] = dataclasses.field(default_factory=list)
+    loaded: list[dict[str, str]] = dataclasses.field(default_factory=list)
     parameters: list[dict[str, str]] = dataclasses.field(default_factory=list)
     output: str = ""
 
@@ -216,6 +219,7 @@ def train(job: Job) -> Run:
     )
     # Losses are known on the last pipeline stage, which the last rank is on in every layout.
     result = dataclasses.replace(ranks[-1], output=ranks[0].output)
+    result.loaded = [each for rank in ranks for each in rank.loaded]
     result.parameters = [each for rank in ranks for each in rank.parameters]
     return result
 
@@ -254,49 +258,46 @@ def _record(run: Run) -> None:
 
     from hotspa_megatron.hooks.forward_backward import StepRunner
 
-    def noting(owner: Any, name: str, note: Callable[..., None]) -> None:
-        original = getattr(owner, name)
+    log, evaluate, train_, step_ = training.training_log, training.evaluate, training.train, StepRunner.run
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            note(result, *args, **kwargs)
-            return result
-
-        setattr(owner, name, call)
-
-    def log(_: Any, losses: dict[str, Any], *rest: Any, **options: Any) -> None:
+    def training_log(losses: dict[str, Any], *rest: Any, **options: Any) -> Any:
         iteration, grad_norm = rest[2], rest[6]
         loss = float(losses["lm loss"]) if losses else float("nan")
         run.iterations.append(Iteration(iteration, loss, float(grad_norm), get_args().consumed_train_samples))
+        return log(losses, *rest, **options)
 
-    def evaluation(result: Any, *_: Any, **__: Any) -> None:
+    def evaluate_and_note(*args: Any, **options: Any) -> Any:
+        result = evaluate(*args, **options)
         run.evaluations += [float(loss) for loss in (result[0] or {}).values()]
+        return result
 
-    def trained(_: Any, forward_step: Any, model: list[Any], *rest: Any, **options: Any) -> None:
-        named = [each for index, chunk in enumerate(model) for each in _named(chunk, index)]
-        run.parameters.append({name: _bits(parameter) for name, parameter in named})
+    def train(forward_step: Any, model: list[Any], *rest: Any, **options: Any) -> Any:
+        run.loaded.append(_bits_of(model))
+        result = train_(forward_step, model, *rest, **options)
+        run.parameters.append(_bits_of(model))
+        return result
 
-    def step(_: Any, runner: Any, *, step: Any, **options: Any) -> None:
+    def run_step(runner: Any, *, step: Any, **options: Any) -> Any:
         segments = [
             SegmentSeen(str(each.strategy), str(each.kind), tuple(len(batches) for batches in each.micro_batches))
             for each in step.plan.segments
         ]
         run.steps.append(StepSeen(step.batch.first_sample, step.batch.samples, sum(step.plan.lengths), tuple(segments)))
+        return step_(runner, step=step, **options)
 
-    noting(training, "training_log", log)
-    noting(training, "evaluate", evaluation)
-    noting(training, "train", trained)
-    noting(StepRunner, "run", step)
-
-
-def _named(chunk: Any, index: int) -> list[tuple[str, Any]]:
-    return [(f"{index}.{name}", parameter) for name, parameter in chunk.named_parameters()]
+    patches = Patches()
+    patches.set(training, "training_log", training_log)
+    patches.set(training, "evaluate", evaluate_and_note)
+    patches.set(training, "train", train)
+    patches.set(StepRunner, "run", run_step)
 
 
-def _bits(parameter: Any) -> str:
-    import torch
-
-    return hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+def _bits_of(model: Sequence[Any]) -> dict[str, str]:
+    return {
+        f"{index}.{name}": hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy()).hexdigest()
+        for index, chunk in enumerate(model)
+        for name, parameter in chunk.named_parameters()
+    }
 
 
 # --------------------------------------------------------------------------------------- what several test modules train
