@@ -383,6 +383,28 @@ def costly_alike() -> StepPlanner:
     return planner_of(SIZES, world=16, costs=costs_of(SIZES, 16, switch=1e-3, fold=1e-3))
 
 
+@settings(max_examples=50, deadline=None)
+@given(seed=st.integers(0, 10_000), guests=st.integers(1, 4))
+def test_no_order_of_the_guests_moves_less(seed: int, guests: int) -> None:
+    sizes = [*((64 * (number + 1), 2**number, 1, 1) for number in range(guests)), (1024, 16, 1, 1)]
+    random = np.random.default_rng(seed)
+    costs = costs_of(sizes, 16)
+    assert costs.moves is not None
+    switches = {pair: float(random.integers(0, 4)) / 8 for pair in costs.moves.switches}
+    free = dict.fromkeys(costs.times, MicroBatchTime(per_token=1000.0))
+    moves = dataclasses.replace(costs.moves, switches=switches)
+    planned = planner_of(sizes, world=16, costs=StepCosts(times=free, moves=moves))
+    plan = planned.plan([length for length, *_ in sizes for _ in range(64)])
+    assert len(plan.segments) == len(sizes)
+
+    def moving(order: Sequence[int]) -> float:
+        names = [planned.groups[position].strategy for position in order]
+        return sum(switches[pair] for pair in zip((None, *names), names, strict=False))
+
+    order = [segment.group for segment in plan.segments[:-1]]
+    assert (moving(order), order) == min((moving(each), list(each)) for each in itertools.permutations(sorted(order)))
+
+
 def test_one_guest_for_two_length_groups_is_switched_to_once() -> None:
     sizes = [(64, 1, 1, 1), (128, 1, 1, 1), (256, 4, 1, 1)]
     guest = Strategy.from_world(4, tp=1, cp=1, pp=1)

@@ -28,8 +28,8 @@ _SHARE: Final = 2**20
 """Whole steps in which shares of a micro-batch are added up: sums that do not depend on the order."""
 _NEARLY_EQUAL: Final = 1.05
 """Single strategies whose estimates are this near the best one's are packed, and then compared."""
-_ORDERED_EXACTLY: Final = 6
-"""Guest segments of one step up to which every order is tried."""
+_ORDERED: Final = 10
+"""Length groups under guests up to which the best order of each choice of them is worked out, once; more run short to long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,8 +250,12 @@ class StepPlanner:
                     f"{group.strategy}: tokens_per_microbatch {group.tokens_per_microbatch} cannot hold one sequence of "
                     f"max_length {group.max_length}, which takes {group.alignment.alone(group.max_length)} tokens"
                 )
+        self._guest_orders: dict[tuple[int, ...], tuple[int, ...]] = {}
         if self.costs.moves is not None:
-            _check_moves(self.costs.moves, [group.strategy for group in groups if group.kind is Kind.GUEST])
+            guests = {at: group.strategy for at, group in enumerate(groups) if group.kind is Kind.GUEST}
+            _check_moves(self.costs.moves, list(guests.values()))
+            if len(guests) <= _ORDERED:
+                self._guest_orders = _best_orders(guests, self.costs.moves)
 
     @classmethod
     def from_resolved(cls, resolved: Any, costs: StepCosts | None = None) -> StepPlanner:
@@ -336,10 +340,7 @@ class StepPlanner:
         """
         guests = tuple(position for position in used if self.groups[position].kind is Kind.GUEST)
         others = tuple(position for position in used if self.groups[position].kind is not Kind.GUEST)
-        if self.costs.moves is not None and len(guests) <= _ORDERED_EXACTLY:
-            # The first of equal orders is the one short to long.
-            guests = min(itertools.permutations(guests), key=self._moving)
-        return (*guests, *others)
+        return (*self._guest_orders.get(guests, guests), *others)
 
 
 def _check_moves(moves: Moves, guests: Sequence[Strategy]) -> None:
@@ -349,6 +350,25 @@ def _check_moves(moves: Moves, guests: Sequence[Strategy]) -> None:
                 raise ValueError(f"costs name no switch from {before or 'home'} to {guest}")
         if guest not in moves.folds:
             raise ValueError(f"costs name no fold from {guest}")
+
+
+def _best_orders(guests: Mapping[int, Strategy], moves: Moves) -> dict[tuple[int, ...], tuple[int, ...]]:
+    """For every choice of the guests' positions, ascending, the order whose switches take least; of equal ones the first."""
+    # By choice and last guest: the time of the best order and that order (Held and Karp's recursion).
+    best: dict[tuple[int, ...], dict[int, tuple[float, tuple[int, ...]]]] = {}
+    for count in range(1, len(guests) + 1):
+        for choice in itertools.combinations(guests, count):
+            best[choice] = {}
+            for last in choice:
+                before = best.get(tuple(position for position in choice if position != last), {})
+                best[choice][last] = min(
+                    (
+                        (spent + moves.switch(guests[order[-1]], guests[last]), (*order, last))
+                        for spent, order in before.values()
+                    ),
+                    default=(moves.switch(None, guests[last]), (last,)),
+                )
+    return {choice: min(ways.values())[1] for choice, ways in best.items()}
 
 
 class _Step:
