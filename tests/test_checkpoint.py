@@ -94,8 +94,8 @@ def _contents(checkpoint: Path) -> set[str]:
 
 
 def _read_contents(rank: int, world_size: int, checkpoint: Path) -> list[str]:
-    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import serialization
 
-    stored = dist_checkpointing.load_sharded_metadata(str(checkpoint))  # tensors and objects
-    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    stored = serialization.load_sharded_metadata(str(checkpoint))  # tensors and objects
+    common = serialization.load_common_state_dict(str(checkpoint))
     return [*stored, *common, *(f"args.{name}" for name in vars(common["args"]))]
