@@ -25,9 +25,11 @@ from hotspa_megatron.hooks.model import build_guest, builder_for, read_home
 from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates, recording_groups
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.hooks.samples import (
+    CheckedSamples,
     Documents,
     MegatronSamples,
     Samples,
+    check_data_files,
     corpus_from,
     first_rank_of_every_group,
 )
@@ -126,7 +128,7 @@ def _say(line: str) -> None:
 
 
 def _refuse(error: Exception) -> NoReturn:
-    """End this rank with one line and exit code 2, before any process group exists.
+    """End this rank with one line and exit code 2, over what every rank finds as this one does.
 
     Rank 0 speaks for all. Another rank speaks only if rank 0 had nothing to say: the launcher ends it before otherwise.
     """
@@ -182,6 +184,7 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             if config.samples == "megatron":
                 arguments.check_megatron_samples(args)
             resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
+            check_data_files(args)
         except ValueError as error:
             _refuse(error)
         session = Session(args, resolved)
@@ -315,16 +318,22 @@ def _ask_provider_once(original: Callable[..., Any]) -> Callable[..., Any]:
 def _loader(session: Session, train: Any) -> StepLoader:
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
-    args, config = session.args, session.resolved.config
-    samples: Samples
-    if config.samples == "megatron":
-        samples = MegatronSamples(train, seq_length=args.seq_length)
-    else:
-        samples = Documents(corpus_from(train), seed=args.seed, seq_length=args.seq_length, overlong=config.overlong)
+    args = session.args
+    try:
+        samples = CheckedSamples(_samples(session, train), vocabulary=session.resolved.shape.padded_vocab_size)
+    except ValueError as error:
+        _refuse(error)
     _say(samples.describe(args.global_batch_size))
     return StepLoader(
         samples, session.planner, position=lambda: (args.consumed_train_samples, get_current_global_batch_size())
     )
+
+
+def _samples(session: Session, train: Any) -> Samples:
+    args, config = session.args, session.resolved.config
+    if config.samples == "megatron":
+        return MegatronSamples(train, seq_length=args.seq_length)
+    return Documents(corpus_from(train), seed=args.seed, seq_length=args.seq_length, overlong=config.overlong)
 
 
 def _serve_steps(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 
 The provider is called once and unwrapped. ``Documents``: a sample is a document, whose length stands in the index, so no
 rank has to ask another. ``MegatronSamples``: a sample is one of Megatron's own, cut at its document ends. Either is a
-pure function of the consumed samples.
+pure function of the consumed samples. (Conversations are in ``conversations.py``.) What is read is checked here: the files
+before anything is started (``check_data_files``), tokens as they come (``CheckedSamples``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from hotspa_megatron.config import Overlong
 from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.planning.lengths import read_index
 from hotspa_megatron.planning.sample_order import SampleOrder
 
 
@@ -49,9 +51,45 @@ class Samples(Protocol):
 
     def text(self, piece: Piece) -> Text: ...
 
+    def place(self, piece: Piece) -> str:
+        """Where a sequence stands in the data, for a message."""
+        ...
+
     def describe(self, global_batch_size: int) -> str:
         """One line for the job's start: what a sample is and what that means for the tokens of a step."""
         ...
+
+
+class CheckedSamples:
+    """Samples of which every token is held against the embedding as it is read.
+
+    A tensor-parallel embedding would take an id beyond its table for another rank's, and train on zeros.
+    """
+
+    def __init__(self, samples: Samples, *, vocabulary: int) -> None:
+        """``vocabulary``: rows of the embedding, padding included."""
+        self._samples = samples
+        self._vocabulary = vocabulary
+        self.pieces, self.place, self.describe = samples.pieces, samples.place, samples.describe
+
+    def text(self, piece: Piece) -> Text:
+        """Raises ValueError that says where, for tokens that are not there or that the embedding has not."""
+        try:
+            text = self._samples.text(piece)
+        except (ValueError, IndexError, OSError) as error:
+            raise ValueError(f"{self.place(piece)} cannot be read: {error}") from error
+        if not len(text.inputs) == len(text.targets) == piece.length:
+            raise ValueError(
+                f"{self.place(piece)} has {piece.length} targets by its index, {len(text.targets)} were read"
+            )
+        for tokens in (text.inputs, text.targets[text.counted]):
+            outside = tokens[(tokens < 0) | (tokens >= self._vocabulary)]
+            if len(outside):
+                raise ValueError(
+                    f"{self.place(piece)} has token id {outside[0]}; the model's vocabulary has {self._vocabulary} ids, "
+                    "padding included: the data was tokenised for another one, or is corrupt"
+                )
+        return text
 
 
 # ---------------------------------------------------------------------------------------------------------- documents
@@ -59,12 +97,16 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """One indexed dataset as Megatron's --split exposes it. ``lengths``: tokens of each of its documents."""
+    """One indexed dataset as Megatron's --split exposes it.
+
+    ``lengths``: tokens of each of its documents; ``name``: where they are read from, for messages.
+    """
 
     indexed: Any
     indices: NDArray[np.int64]
     lengths: NDArray[np.int64]
     pad_token: int
+    name: str = "the data"
 
     def tokens(self, document: int, start: int, count: int) -> NDArray[np.int64]:
         """``count`` tokens of a document from position ``start`` on."""
@@ -91,6 +133,10 @@ class Corpus:
         """Shares of documents that give ``token_shares`` of tokens, on any scale."""
         pairs = zip(self.token_shares, self.sources, strict=True)
         return [share / max(float(source.lengths.mean()), 1.0) for share, source in pairs]
+
+    def without_target(self) -> int:
+        """Documents of fewer than two tokens."""
+        return sum(int((source.lengths < 2).sum()) for source in self.sources)
 
     def longer_than(self, limit: int) -> tuple[int, int]:
         """(documents with more input positions than ``limit``, all documents)."""
@@ -127,8 +173,11 @@ def corpus_from(dataset: Any) -> Corpus:
         lengths = np.asarray(member.dataset.sequence_lengths)
         indices = np.arange(len(lengths)) if member.indices is None else np.asarray(member.indices)
         sources.append(
-            Source(member.dataset, indices.astype(np.int64), lengths[indices].astype(np.int64), member._pad_token_id)
-        )
+            Source(
+                member.dataset, indices.astype(np.int64), lengths[indices].astype(np.int64), member._pad_token_id,
+                name=member.dataset_path or "the mock data",
+            )
+        )  # fmt: skip
     config = members[0].config
     eod = config.tokenizer.eod if config.eod_mask_loss else None
     return Corpus(tuple(sources), tuple(weight / sum(weights) for weight in weights), eod)
@@ -161,16 +210,22 @@ class Documents:
         tokens = source.tokens(piece.document, piece.start, piece.length + 1)
         return masked(tokens, masked_token=self._corpus.masked_token, pad_token=source.pad_token)
 
+    def place(self, piece: Piece) -> str:
+        source = self._corpus.sources[piece.source]
+        return f"document {source.indices[piece.document]} of {source.name}"
+
     def describe(self, global_batch_size: int) -> str:
         mean = self._corpus.mean_length()
         stock = global_batch_size * self._seq_length
         same = max(1, math.ceil(stock / max(mean, 1.0)))
         over, documents = self._corpus.longer_than(self._seq_length)
+        empty = self._corpus.without_target()
         return (
             f"samples are documents: {global_batch_size} of them are {global_batch_size * mean:,.0f} tokens per step on "
             f"average (mean length {mean:,.0f}); stock Megatron trains {stock:,} tokens per step with these flags; "
             f"--global-batch-size {same} keeps that; {over:,} of {documents:,} documents are longer than --seq-length "
             f"{self._seq_length} (overlong: {self._overlong})"
+            + (f"; {empty:,} have fewer than two tokens and train nothing" if empty else "")
         )
 
     def _cut(self, source: int, document: int, length: int, *, sample: int) -> list[Piece]:
@@ -242,6 +297,9 @@ class MegatronSamples:
         end = self._end if self._mask_end else None
         return masked(tokens, masked_token=end, pad_token=self._members[0]._pad_token_id)
 
+    def place(self, piece: Piece) -> str:
+        return f"sample {piece.document} of Megatron's"
+
     def describe(self, global_batch_size: int) -> str:
         return (
             f"samples are Megatron's own, cut at document ends: {global_batch_size * self._seq_length:,} tokens per step "
@@ -261,6 +319,51 @@ class MegatronSamples:
         else:
             member = dataset
         return np.asarray(member._query_document_sample_shuffle_indices(sample)[0], np.int64)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def check_data_files(args: Any) -> None:
+    """Raise ValueError, one line, for the first file of the command line's data that is missing or not whole.
+
+    Needs no process group, so that a job ends before it starts. Object storage is not looked at.
+    """
+    from megatron.core.datasets.object_storage_utils import is_object_storage_path
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from None
+    for paths, _ in (each for each in (blend, *(per_split or ())) if each is not None):
+        for path in paths:
+            if not is_object_storage_path(path):
+                check_index(path)
+
+
+def check_index(prefix: str) -> None:
+    """Hold an index against its data file. ValueError where a document lies outside of it, or none has a target."""
+    index = read_index(prefix)
+    try:
+        size = index.data_path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{index.data_path}: {error.strerror}") from None
+    ends = index.boundaries
+    if not len(ends) or ends[0] != 0 or ends[-1] != len(index.lengths):
+        raise ValueError(f"{index.path}: its documents do not end at its last of {len(index.lengths):,} sequences")
+    itemsize, longest = index.token_dtype.itemsize, 0
+    for first, lengths, pointers in index.chunks():
+        wrong = np.flatnonzero((lengths < 0) | (pointers < 0) | (pointers + lengths * itemsize > size))
+        if len(wrong):
+            at = wrong[0]
+            raise ValueError(
+                f"{index.path}: sequence {first + at} has {lengths[at]:,} tokens from byte {pointers[at]:,} on, but "
+                f"{index.data_path.name} has {size:,} bytes: it was cut short, or belongs to another index"
+            )
+        longest = max(longest, int(lengths.max()))
+    if longest < 2:
+        raise ValueError(f"{index.path}: no document has two tokens or more, so there is nothing to train on")
 
 
 @contextlib.contextmanager
