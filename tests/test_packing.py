@@ -31,6 +31,22 @@ def quadratic(length: int) -> float:
     return 4e10 * length + 8e5 * length**2
 
 
+def scattered(length: int) -> float:
+    """Says nothing about the tokens, so that balance and budget pull in different directions."""
+    return float(length * 7919 % 101)
+
+
+COSTS: list[Callable[[int], float]] = [
+    float,
+    quadratic,
+    lambda n: float(n) ** 4,
+    lambda n: 1 / n,
+    lambda n: 1.0,
+    scattered,
+]
+costs_of_any_kind = st.sampled_from(COSTS)
+
+
 def roomy(lengths: Sequence[int], slack: int, alignment: Alignment) -> int:
     """A budget that every sequence fits, ``slack`` tokens above the least."""
     return max([alignment.alone(n) for n in lengths], default=1) + slack
@@ -55,13 +71,19 @@ def busy(packed: Sequence[MicroBatches], lengths: Sequence[int], cost: Callable[
 # ---------------------------------------------------------------------------------------------------------- guarantees
 
 
-@settings(max_examples=300, deadline=None)
-@given(lengths=lengths_of_any_size, slack=st.integers(0, 500), dp=st.integers(1, 5), alignment=alignments)
+@settings(max_examples=400, deadline=None)
+@given(
+    lengths=lengths_of_any_size,
+    slack=st.integers(0, 500),
+    dp=st.integers(1, 5),
+    alignment=alignments,
+    cost=costs_of_any_kind,
+)
 def test_every_sequence_is_packed_once_and_no_micro_batch_exceeds_the_budget(
-    lengths: list[int], slack: int, dp: int, alignment: Alignment
+    lengths: list[int], slack: int, dp: int, alignment: Alignment, cost: Callable[[int], float]
 ) -> None:
     budget = roomy(lengths, slack, alignment)
-    packed = pack(lengths, budget=budget, dp=dp, alignment=alignment)
+    packed = pack(lengths, budget=budget, dp=dp, alignment=alignment, cost=cost)
     assert len(packed) == dp
     assert all(every_batch(packed))
     check(packed, lengths, budget=budget, alignment=alignment)
@@ -77,6 +99,7 @@ def test_every_sequence_is_packed_once_and_no_micro_batch_exceeds_the_budget(
     at_least=st.integers(1, 9),
     equal_counts=st.booleans(),
     equal_shapes=st.booleans(),
+    cost=costs_of_any_kind,
 )
 def test_counts_are_what_a_schedule_asks_for_and_nothing_is_dropped_for_that(
     lengths: list[int],
@@ -87,6 +110,7 @@ def test_counts_are_what_a_schedule_asks_for_and_nothing_is_dropped_for_that(
     at_least: int,
     equal_counts: bool,
     equal_shapes: bool,
+    cost: Callable[[int], float],
 ) -> None:
     budget = roomy(lengths, slack, alignment)
     packed = pack(
@@ -94,7 +118,7 @@ def test_counts_are_what_a_schedule_asks_for_and_nothing_is_dropped_for_that(
         budget=budget,
         dp=dp,
         alignment=alignment,
-        cost=quadratic,
+        cost=cost,
         multiple_of=multiple_of,
         at_least=at_least,
         equal_counts=equal_counts,
@@ -113,17 +137,23 @@ def test_counts_are_what_a_schedule_asks_for_and_nothing_is_dropped_for_that(
         assert len(real) == min(len(rank), sequences)
 
 
-@settings(max_examples=100, deadline=None)
-@given(lengths=lengths_of_any_size, slack=st.integers(0, 300), dp=st.integers(1, 5), order=st.randoms())
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=lengths_of_any_size,
+    slack=st.integers(0, 300),
+    dp=st.integers(1, 5),
+    cost=costs_of_any_kind,
+    order=st.randoms(),
+)
 def test_the_order_of_the_sequences_does_not_change_the_cost(
-    lengths: list[int], slack: int, dp: int, order: random.Random
+    lengths: list[int], slack: int, dp: int, cost: Callable[[int], float], order: random.Random
 ) -> None:
     budget = roomy(lengths, slack, PLAIN)
     shuffled = list(lengths)
     order.shuffle(shuffled)
 
     def shape(given: list[int]) -> list[list[list[int]]]:
-        packed = pack(given, budget=budget, dp=dp, alignment=PLAIN, cost=quadratic)
+        packed = pack(given, budget=budget, dp=dp, alignment=PLAIN, cost=cost)
         return [[sorted(given[i] for i in batch) for batch in rank] for rank in packed]
 
     assert shape(lengths) == shape(shuffled)
@@ -168,15 +198,30 @@ def test_processes_with_other_hash_seeds_pack_alike() -> None:
 # --------------------------------------------------------------------------------------------------------- known traps
 
 
+@pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("dp", [1, 2, 3])
 @pytest.mark.parametrize(
     ("lengths", "budget"),
     [([7] * 8, 8), ([8] * 3, 8), ([5, 4, 4, 4, 3], 8), ([1] * 17, 8), ([30720] * 16, 32768)],
 )
 def test_the_budget_is_strict_where_a_count_by_total_tokens_is_too_low(
-    lengths: list[int], budget: int, dp: int
+    lengths: list[int], budget: int, dp: int, cost: Callable[[int], float]
 ) -> None:
-    check(pack(lengths, budget=budget, dp=dp, alignment=PLAIN), lengths, budget=budget, alignment=PLAIN)
+    check(pack(lengths, budget=budget, dp=dp, alignment=PLAIN, cost=cost), lengths, budget=budget, alignment=PLAIN)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=20, max_size=60),
+    batches=st.integers(2, 3),
+    slack=st.integers(0, 12),
+    cost=costs_of_any_kind,
+)
+def test_the_budget_is_strict_where_many_sequences_fill_few_micro_batches_to_the_brim(
+    lengths: list[int], batches: int, slack: int, cost: Callable[[int], float]
+) -> None:
+    budget = -(-sum(lengths) // batches) + slack
+    check(pack(lengths, budget=budget, dp=1, alignment=PLAIN, cost=cost), lengths, budget=budget, alignment=PLAIN)
 
 
 def test_the_check_of_the_budget_can_fail() -> None:

@@ -479,6 +479,23 @@ def test_a_pipeline_gets_more_micro_batches_where_filling_it_costs_more_than_the
     assert count(1e-9) == 64  # no more than one per sequence
 
 
+def test_a_pipelines_micro_batches_are_balanced_by_tokens_because_they_are_padded_alike() -> None:
+    """One of 3,000 tokens and forty of 100, whose attention is dear: 3,500 each way, and not 3,000 and 4,000."""
+    for pp, totals in ((2, [3500, 3500]), (1, [3000, 4000])):
+        strategy = Strategy(tp=1, cp=1, pp=pp, dp=1)
+        group = LengthGroup(
+            strategy=strategy,
+            kind=Kind.HOME,
+            max_length=4000,
+            tokens_per_microbatch=4000,
+            alignment=Alignment(sequence=1, total=1),
+        )
+        planned = StepPlanner([group], StepCosts(other_times=MicroBatchTime(per_token=1.0, per_square=1.0)))
+        plan = planned.plan([3000, *[100] * 40])
+        (batches,) = plan.segments[0].micro_batches
+        assert sorted(sum(plan.lengths[i] for i in batch) for batch in batches) == totals
+
+
 def test_operations_are_counted_as_published() -> None:
     """6 per token and parameter of 6.6 billion in matrices; 6 * layers * hidden per squared token."""
     time = MicroBatchTime.relative(SHAPE)
