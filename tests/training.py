@@ -30,8 +30,8 @@ from tests.spawn import REPOSITORY, run_ranks
 SCRIPT = REPOSITORY / "examples" / "pretrain_small.py"
 SEED = 1234
 SEQ_LENGTH = 256
-VOCAB = 120
-"""The tokenizer adds an end of document; padded to 128 for every tensor-parallel size up to 4."""
+VOCAB = 121
+"""The last one is the end of document; padded to 128 for every tensor-parallel size up to 4."""
 
 
 @functools.cache
@@ -80,9 +80,9 @@ def _write_corpus(rank: int, world_size: int, prefix: Path, lengths: Sequence[in
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for length in lengths:
         # Each document keeps to a few neighbouring tokens, so that there is something to learn from its start.
-        start = numbers.integers(VOCAB)
-        tokens = (start + np.abs(numbers.normal(0, 6, length)).astype(int)) % VOCAB
-        tokens[-1] = VOCAB
+        start = numbers.integers(VOCAB - 1)
+        tokens = (start + np.abs(numbers.normal(0, 6, length)).astype(int)) % (VOCAB - 1)
+        tokens[-1] = VOCAB - 1
         builder.add_document(torch.from_numpy(tokens.astype(np.uint16)), [length])
     builder.finalize(f"{prefix}.idx")
 
@@ -206,16 +206,21 @@ class Run:
         return [each.grad_norm for each in self.iterations]
 
 
+def flag(config: str | None) -> tuple[str, ...]:
+    """The flag with a file of this text; nothing for None."""
+    if config is None:
+        return ()
+    path = workspace() / f"{hashlib.sha256(config.encode()).hexdigest()[:12]}.yaml"
+    path.write_text(config)
+    return ("--hotspa-config", str(path))
+
+
 @functools.cache
 def train(job: Job) -> Run:
     """Run a job, once per test process."""
-    argv = [str(SCRIPT), *job.arguments]
-    if job.config is not None:
-        path = workspace() / f"{hashlib.sha256(job.config.encode()).hexdigest()[:12]}.yaml"
-        path.write_text(job.config)
-        argv += ["--hotspa-config", str(path)]
+    argv = [str(SCRIPT), *job.arguments, *flag(job.config)]
     ranks: list[Run] = run_ranks(
-        _train, job.ranks, job, argv, timeout=240, prepare=import_megatron, init_process_group=False
+        train_on_this_rank, job.ranks, job, argv, timeout=240, prepare=import_megatron, init_process_group=False
     )
     # Losses are known on the last pipeline stage, which the last rank is on in every layout.
     result = dataclasses.replace(ranks[-1], output=ranks[0].output)
@@ -233,27 +238,29 @@ def import_megatron() -> None:
         import megatron.training.training  # noqa: F401
 
 
-def _train(rank: int, world_size: int, job: Job, argv: list[str]) -> Run:
+def train_on_this_rank(rank: int, world_size: int, job: Job, argv: list[str]) -> Run:
+    """Body of one rank: ``argv`` is the script's command line."""
     from hotspa_megatron.hooks import install
 
     if job.hooks:
         install.install()
     if job.before is not None:
         job.before()
-    run = Run()
-    _record(run)
+    run, recording = Run(), Patches()
+    _record(run, recording)
     # Without a file: processes that a checkpoint spawns would import it again, and without the stand-in.
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     sys.argv = argv
     exec(compile(SCRIPT.read_text(), str(SCRIPT), "exec"), vars(main))
+    recording.undo_all()
     sys.stdout.flush()
     run.output = Path("/proc/self/fd/1").read_text(errors="replace")
     return run
 
 
-def _record(run: Run) -> None:
-    """Have this process's training loop note in ``run`` what it does."""
+def _record(run: Run, patches: Patches) -> None:
+    """Have this process's training loop note in ``run`` what it does, until ``patches`` are undone."""
     from megatron.training import get_args, training
 
     from hotspa_megatron.hooks.forward_backward import StepRunner
@@ -285,7 +292,6 @@ def _record(run: Run) -> None:
         run.steps.append(StepSeen(step.batch.first_sample, step.batch.samples, sum(step.plan.lengths), tuple(segments)))
         return step_(runner, step=step, **options)
 
-    patches = Patches()
     patches.set(training, "training_log", training_log)
     patches.set(training, "evaluate", evaluate_and_note)
     patches.set(training, "train", train)
