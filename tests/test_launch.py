@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.spawn import REPOSITORY, run_ranks
+from tests.spawn import run_ranks
 from tests.training import (
     SCRIPT,
     SHARDED,
@@ -23,8 +22,11 @@ from tests.training import (
     corpus,
     flag,
     import_megatron,
+    printed_losses,
+    run_module,
     train,
     train_on_this_rank,
+    under_torchrun,
 )
 
 # ------------------------------------------------------------------------------------------------------ without the flag
@@ -214,39 +216,17 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- as users start it
 
 
-def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=240, check=False, cwd=REPOSITORY,
-    )  # fmt: skip
-
-
 def test_the_launcher_says_how_to_use_it() -> None:
-    bare, asked = _run("hotspa_megatron.launch"), _run("hotspa_megatron.launch", "--help")
+    bare, asked = run_module("hotspa_megatron.launch"), run_module("hotspa_megatron.launch", "--help")
     assert (bare.returncode, asked.returncode) == (2, 0)
     assert bare.stdout == asked.stdout and "--hotspa-config" in asked.stdout
-    missing = _run("hotspa_megatron.launch", "missing.py")
+    missing = run_module("hotspa_megatron.launch", "missing.py")
     assert missing.returncode == 2 and missing.stderr.startswith("hotspa: missing.py: no such script")
-
-
-def _under_torchrun(folder: Path, *argv: str) -> tuple[int, list[str], list[str]]:
-    """Exit code, and each rank's standard output and error, of two ranks."""
-    launched = ("hotspa_megatron.launch", str(SCRIPT), *argv)
-    logs = ("--redirects", "3", "--log-dir", str(folder / "logs"))
-    ended = _run("torch.distributed.run", "--standalone", "--nproc-per-node", "2", *logs, "-m", *launched)
-    output, errors = (
-        [path.read_text(errors="replace") for path in sorted((folder / "logs").rglob(f"*/{name}"))]
-        for name in ("stdout.log", "stderr.log")
-    )
-    assert len(output) == len(errors) == 2, ended.stderr
-    return ended.returncode, output, errors
 
 
 def test_torchrun_ends_with_one_line_where_ranks_are_refused(tmp_path: Path) -> None:
     line = arguments("--num-experts", "4", documents=tmp_path)
-    code, output, errors = _under_torchrun(tmp_path, *line, *flag(GOOD))
+    code, output, errors = under_torchrun(tmp_path, SCRIPT, *line, *flag(GOOD))
     assert code != 0
     first, second = ([line for line in text.splitlines() if line.startswith("hotspa:")] for text in errors)
     assert len(first) == 1 and first[0].startswith("hotspa: --num-experts: ")
@@ -261,12 +241,11 @@ def test_torchrun_trains_and_saves_as_the_tests_ranks_do(tmp_path: Path) -> None
     line = arguments(tp=2, iterations=3)
     config = "strategies: [{max_length: 32, tp: 1}]"
     losses = train(Job(line, config, ranks=2)).losses
-    code, output, errors = _under_torchrun(
-        tmp_path, *line, "--save", str(tmp_path / "saved"), "--save-interval", "3", *flag(config)
+    code, output, errors = under_torchrun(
+        tmp_path, SCRIPT, *line, "--save", str(tmp_path / "saved"), "--save-interval", "3", *flag(config)
     )
     assert code == 0, errors[0]
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "3"
     # Megatron prints the mean of the first two as the second.
-    printed = re.findall(r"lm loss: (\S+)", output[-1])
-    assert printed == [f"{loss:.6E}" for loss in (losses[0], sum(losses[:2]) / 2, losses[2])]
+    assert printed_losses(output[-1]) == [round(loss, 6) for loss in (losses[0], sum(losses[:2]) / 2, losses[2])]
     assert "hotspa: no CUDA device is visible" in output[0] and "no CUDA device" not in output[1]

@@ -12,7 +12,10 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
+import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import types
@@ -304,6 +307,40 @@ def _bits_of(model: Sequence[Any]) -> dict[str, str]:
         for index, chunk in enumerate(model)
         for name, parameter in chunk.named_parameters()
     }
+
+
+# ------------------------------------------------------------------------------------------------- as users start them
+
+
+def run_module(*command: str, folder: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    """``python -m`` in a process of its own, with ``folder`` as its working directory."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    environment = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=folder, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+
+
+def under_torchrun(
+    logs: Path, script: Path, *argv: str, ranks: int = 2, folder: Path = REPOSITORY
+) -> tuple[int, list[str], list[str]]:
+    """Run a script through the launcher: torchrun's exit code, and every rank's standard output and error."""
+    redirected = ("--redirects", "3", "--log-dir", str(logs))
+    launched = ("-m", "hotspa_megatron.launch", str(script), *argv)
+    command = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *redirected, *launched)
+    ended = run_module(*command, folder=folder)
+    output, errors = (
+        [path.read_text(errors="replace") for path in sorted(logs.rglob(f"*/{name}"))]
+        for name in ("stdout.log", "stderr.log")
+    )
+    assert len(output) == len(errors) == ranks, ended.stderr
+    return ended.returncode, output, errors
+
+
+def printed_losses(output: str) -> list[float]:
+    """The losses in the log lines of the last rank, to the digits that Megatron prints."""
+    return [float(loss) for loss in re.findall(r"lm loss: (\S+)", output)]
 
 
 # --------------------------------------------------------------------------------------- what several test modules train

@@ -1,0 +1,60 @@
+"""Megatron-LM's own pretrain_gpt.py, unmodified, from a checkout that MEGATRON_LM_PATH names (core_v0.19.0 was tried)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.training import STATIC, TP2_PP2, TWO_GUESTS, arguments, flag, printed_losses, under_torchrun
+
+VARIABLE = "MEGATRON_LM_PATH"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout, or where it lacks its compiled dataset helpers: links to it with those of the installed package."""
+    if not os.environ.get(VARIABLE):
+        pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM")
+    original = Path(os.environ[VARIABLE]).resolve()
+    if any((original / "megatron/core/datasets").glob("helpers_cpp*.so")):
+        return original
+    package = importlib.util.find_spec("megatron.core")
+    assert package is not None and package.submodule_search_locations
+    helpers = [
+        path for each in package.submodule_search_locations for path in Path(each).glob("datasets/helpers_cpp*.so")
+    ]
+    if not helpers:
+        pytest.skip(f"neither {original} nor the installed megatron-core has the compiled dataset helpers")
+    copy = tmp_path_factory.mktemp("checkout")
+    _link(original, copy, "megatron", "core", "datasets")
+    shutil.copy(helpers[0], copy / "megatron/core/datasets")
+    return copy
+
+
+def _link(source: Path, target: Path, *down: str) -> None:
+    """Fill ``target`` with links to what ``source`` holds; the folders named ``down`` the path become real ones."""
+    for entry in source.iterdir():
+        if down and entry.name == down[0]:
+            (target / entry.name).mkdir()
+            _link(entry, target / entry.name, *down[1:])
+        else:
+            (target / entry.name).symlink_to(entry)
+
+
+def test_pretrain_gpt_trains_under_the_flag_as_it_does_statically(checkout: Path, tmp_path: Path) -> None:
+    line = arguments(*TP2_PP2.flags, tp=TP2_PP2.tp, pp=TP2_PP2.pp, iterations=5)
+    losses = {}
+    for name, config in (("static", STATIC), ("mixed", TWO_GUESTS)):
+        code, output, errors = under_torchrun(
+            tmp_path / name, Path("pretrain_gpt.py"), *line, *flag(config), ranks=4, folder=checkout
+        )
+        assert code == 0, errors[0]
+        assert f"{checkout}/megatron/" in errors[0]  # in its warnings: this Megatron ran, not an installed one
+        losses[name] = printed_losses(output[-1])
+    print(f"pretrain_gpt.py: static {losses['static']}, mixed {losses['mixed']}")
+    assert len(losses["static"]) == 5
+    assert losses["mixed"] == pytest.approx(losses["static"], rel=1e-6)
