@@ -561,25 +561,22 @@ def _share_node(
     cut: Callable[[int, int], int],
 ) -> _NodeShares:
     """Decide for one node: who sends inside it, and who receives what it lacks altogether."""
-    missing = [(line, _bits(needers)) for line, owners, needers in lacks if not owners]
-    if two_phase:
-        open_to: dict[tuple[int, ...], list[Segment]] = {}
-        for line, ranks in missing:
-            open_to.setdefault(tuple(ranks), []).append(Segment(ANYONE, line, 0, bundles[line].size))
-        pools = [Pool(ranks, segments) for ranks, segments in open_to.items()]
-        shares = _share_over_cards(pools, topology, cut)
-        entering = [(segment.line, segment.first, segment.last, rank) for segment, rank in shares]
-    else:
-        entering = [(line, 0, bundles[line].size, rank) for line, ranks in missing for rank in ranks]
-    relayed = []
+    missing = {line: _bits(needers) for line, owners, needers in lacks if not owners}
+    relayed: list[_Row] = []
     load: Load = {}
     if two_phase:
-        others = dict(missing)
+        open_to: dict[tuple[int, ...], list[Segment]] = {}
+        for line, ranks in missing.items():
+            open_to.setdefault(tuple(ranks), []).append(Segment(ANYONE, line, 0, bundles[line].size))
+        pools = [Pool(ranks, segments) for ranks, segments in open_to.items()]
+        entering = [(each.line, each.first, each.last, rank) for each, rank in _share_over_cards(pools, topology, cut)]
         for line, first, last, entry in entering:
-            relayed += [(line, first, last, entry, rank) for rank in others[line] if rank != entry]
-        # Who relays more sends less of what the node had before.
-        for _, first, last, entry, _ in relayed:
-            load[entry] = load.get(entry, 0) + last - first
+            others = [rank for rank in missing[line] if rank != entry]
+            relayed += [(line, first, last, entry, rank) for rank in others]
+            # Who relays more sends less of what the node had before.
+            load[entry] = load.get(entry, 0) + len(others) * (last - first)
+    else:
+        entering = [(line, 0, bundles[line].size, rank) for line, ranks in missing.items() for rank in ranks]
     served: dict[int, list[Segment]] = {}
     for line, owners, needers in lacks:
         if owners:
