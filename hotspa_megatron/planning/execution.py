@@ -1,0 +1,91 @@
+"""How a strategy is run: with how much recomputation and how many virtual stages; and every way that a model allows.
+
+Pure numbers. ``memory_model`` and ``cost_model`` say what an execution holds and how long it takes; ``search`` chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from hotspa_megatron.planning.legality import tp_problem
+from hotspa_megatron.planning.model_shape import ModelShape
+from hotspa_megatron.strategy import Strategy, stage_layers
+
+RECOMPUTE_SHARES: Final = (0.0, 0.5, 1.0)
+"""Shares of a stage's layers recomputed in full, as --recompute-method block takes a number of layers."""
+_SHORTEST_SLICE: Final = 512
+"""Tokens of the longest sequence that a context-parallel rank is left with at least: thinner slices only add messages."""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Execution:
+    """A strategy, the share of its layers that is recomputed in full (0 to 1), and its virtual stages per rank.
+
+    Raises ValueError for a share outside 0 to 1 and for virtual stages without a pipeline.
+    """
+
+    strategy: Strategy
+    recompute: float = 0.0
+    vpp: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recompute <= 1:
+            raise ValueError(f"recompute is a share of layers from 0 to 1, not {self.recompute}")
+        if self.vpp < 1 or (self.vpp > 1 and self.strategy.pp == 1):
+            raise ValueError(f"vpp {self.vpp} on {self.strategy}: virtual stages need a pipeline")
+
+    def __str__(self) -> str:
+        parts = [str(self.strategy)]
+        if self.recompute:
+            parts.append(f"recompute {self.recompute:g}")
+        if self.vpp > 1:
+            parts.append(f"vpp {self.vpp}")
+        return " ".join(parts)
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """(tp, pp): what decides where parameters lie in a world of given size."""
+        return self.strategy.tp, self.strategy.pp
+
+
+def legal_executions(
+    shape: ModelShape,
+    world_size: int,
+    *,
+    max_tp: int,
+    recompute: Sequence[float] = RECOMPUTE_SHARES,
+    vpp: Sequence[int] = (1,),
+    max_cp: int | None = None,
+) -> tuple[Execution, ...]:
+    """Every execution that the model's sizes allow on ``world_size`` ranks, sorted.
+
+    ``max_tp`` is usually the GPUs of a node. ``max_cp`` defaults to what leaves each rank a slice worth computing.
+    """
+    longest_cp = max(1, shape.seq_length // _SHORTEST_SLICE) if max_cp is None else max_cp
+    sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    found = []
+    for tp in sizes:
+        if tp > max_tp or tp_problem(shape, tp) is not None or shape.padded_vocab_size % tp:
+            continue
+        for pp in sizes:
+            if world_size % (tp * pp) or not _stages_divide(shape.num_layers, pp):
+                continue
+            for cp in sizes:
+                if cp > longest_cp or world_size % (tp * pp * cp):
+                    continue
+                strategy = Strategy.from_world(world_size, tp=tp, cp=cp, pp=pp)
+                for virtual in vpp:
+                    if virtual > 1 and (pp == 1 or not _stages_divide(shape.num_layers, pp * virtual)):
+                        continue
+                    found += [Execution(strategy=strategy, recompute=share, vpp=virtual) for share in recompute]
+    return tuple(sorted(found))
+
+
+def _stages_divide(num_layers: int, stages: int) -> bool:
+    try:
+        stage_layers(num_layers, stages)
+    except ValueError:
+        return False
+    return True

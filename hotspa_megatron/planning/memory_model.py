@@ -1,0 +1,222 @@
+"""How many bytes a rank holds under an execution, and how many tokens of a micro-batch then still fit.
+
+Parameters, gradients and optimizer state are counted exactly, stage by stage, from ``param_layout``. Activations are
+counted from the tensors that the backward pass keeps, scaled to published measurements. Never allocates anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+from hotspa_megatron.planning.alignment import alignment_of
+from hotspa_megatron.planning.execution import Execution
+from hotspa_megatron.planning.hardware import Hardware
+from hotspa_megatron.planning.model_shape import ModelShape
+from hotspa_megatron.planning.packing import LARGEST_MICRO_BATCH
+from hotspa_megatron.planning.param_layout import Layout, gpt_parameters, model_layout
+from hotspa_megatron.strategy import Strategy, stage_layers
+
+ADAM_BYTES: Final = 12
+"""Optimizer state per bf16 parameter: fp32 master copy and both moments."""
+
+_KEPT: Final = 1.14
+"""What is kept beside the tensors counted, as a factor: workspaces, statistics, dropout-free residual copies.
+
+With ``_GATHERED`` it fits Hydraulis' bytes per token, layer and hidden channel at tp 1, 2, 4, 8 and 16: 38, 39, 42, 48, 61.
+"""
+_GATHERED: Final = 1.4
+"""Bytes per hidden channel, token and layer, in 16-bit formats, of what tp does not divide: inputs gathered over tp."""
+_LOGITS_BYTES: Final = 8
+"""Per vocabulary entry and token: 16-bit logits, their fp32 copy that turns into the softmax, a 16-bit gradient."""
+_SWITCHING_BYTES: Final = 2_000_000_000
+"""Assumed: a guest's communicators (NCCL keeps buffers per peer and channel) and chunks of a switch in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes of the fullest rank. ``home_resident``: home's own, where a guest runs beside it.
+
+    ``activations`` includes the logits; ``total`` is what is compared with ``limit``.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    home_resident: int
+    activations: int
+    switching: int
+    limit: int
+
+    @property
+    def total(self) -> int:
+        return (
+            self.parameters + self.gradients + self.optimizer + self.home_resident + self.activations + self.switching
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.limit
+
+
+class MemoryModel:
+    """Bytes of one model on one world. ``home`` given: its uneven stages hold for its layout; all others are even.
+
+    ``optimizer_bytes``: state per parameter. Results depend on the arguments alone and are kept.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        world_size: int,
+        *,
+        home: Strategy | None = None,
+        optimizer_bytes: int = ADAM_BYTES,
+    ) -> None:
+        self.shape = shape
+        self.hardware = hardware
+        self.world_size = world_size
+        self.optimizer_bytes = optimizer_bytes
+        self._home = home
+        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._numels: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._static: dict[tuple[Strategy, Strategy], tuple[tuple[int, int, int, int, int], ...]] = {}
+
+    @cached_property
+    def _parameters(self) -> tuple[object, ...]:
+        return gpt_parameters(self.shape)
+
+    def stages(self, strategy: Strategy) -> tuple[range, ...]:
+        """Layers of each pipeline stage."""
+        shape = self.shape
+        if self._home is not None and strategy.same_layout(self._home):
+            return stage_layers(shape.num_layers, strategy.pp, shape.layers_in_first_stage, shape.layers_in_last_stage)
+        return stage_layers(shape.num_layers, strategy.pp)
+
+    def layout(self, strategy: Strategy) -> Layout:
+        """Where the parameters lie; one for all strategies that lay them alike."""
+        key = strategy.tp, strategy.pp
+        if key not in self._layouts:
+            plain = Strategy.from_world(self.world_size, tp=strategy.tp, cp=1, pp=strategy.pp)
+            self._layouts[key] = model_layout(
+                self._parameters,  # type: ignore[arg-type]
+                plain,
+                self.stages(strategy),
+                self.shape.tied_embeddings,
+            )
+        return self._layouts[key]
+
+    def numels(self, strategy: Strategy) -> tuple[int, ...]:
+        """Parameters that a rank of each pipeline stage holds."""
+        key = strategy.tp, strategy.pp
+        if key not in self._numels:
+            layout = self.layout(strategy)
+            per_stage = self.world_size // strategy.pp
+            self._numels[key] = tuple(layout.local_numel(stage * per_stage) for stage in range(strategy.pp))
+        return self._numels[key]
+
+    def optimizer_shard(self, home: Strategy, stage: int) -> int:
+        """Bytes of optimizer state of a rank of the stage."""
+        shards = home.dp * home.cp if self.shape.distributed_optimizer else 1
+        return self.optimizer_bytes * -(-self.numels(home)[stage] // shards)
+
+    def activation_bytes(self, execution: Execution, stage: int) -> float:
+        """Bytes that a rank of the stage keeps per token of a micro-batch (counted over all cp ranks).
+
+        Under 1F1B stage s keeps pp - s micro-batches at most; interleaved schedules keep
+        2 * (pp - s - 1) + (vpp - 1) * pp + 1 chunks.
+        """
+        strategy, shape = execution.strategy, self.shape
+        stages = self.stages(strategy)
+        if execution.vpp == 1:
+            live = float(strategy.pp - stage)
+        else:
+            live = (2 * (strategy.pp - stage - 1) + (execution.vpp - 1) * strategy.pp + 1) / execution.vpp
+        full = self._layer_bytes(strategy.tp)
+        parted = strategy.tp if shape.sequence_parallel else 1
+        kept = shape.parameter_bytes * shape.hidden_size / parted
+        layers, again = len(stages[stage]), execution.recompute
+        per_token = live * layers * (full * (1 - again) + kept * again)
+        if again:
+            # The layer that is being recomputed is there in full.
+            per_token += full
+        if stage == strategy.pp - 1:
+            per_token += _LOGITS_BYTES * shape.padded_vocab_size / strategy.tp
+        return per_token / strategy.cp
+
+    def held(self, execution: Execution, home: Strategy, tokens: int) -> Held:
+        """What the fullest rank holds with micro-batches of ``tokens`` under an execution, ``home`` being resident."""
+        limit = self.hardware.usable_bytes
+        found = []
+        for stage, parameters, gradients, optimizer, resident in self._fixed(execution.strategy, home):
+            found.append(
+                Held(
+                    parameters=parameters,
+                    gradients=gradients,
+                    optimizer=optimizer,
+                    home_resident=resident,
+                    activations=round(self.activation_bytes(execution, stage) * tokens),
+                    switching=0 if execution.strategy.same_layout(home) else _SWITCHING_BYTES,
+                    limit=limit,
+                )
+            )
+        return max(found, key=lambda held: held.total)
+
+    def capacity(self, execution: Execution, home: Strategy) -> int:
+        """Tokens of a micro-batch that fit on every rank, a multiple of what the strategy aligns to; 0 where none do."""
+        most = float(LARGEST_MICRO_BATCH)
+        for stage, *fixed in self._fixed(execution.strategy, home):
+            switching = 0 if execution.strategy.same_layout(home) else _SWITCHING_BYTES
+            left = self.hardware.usable_bytes - sum(fixed) - switching
+            most = min(most, left / self.activation_bytes(execution, stage))
+        unit = alignment_of(execution.strategy, sequence_parallel=self.shape.sequence_parallel).total
+        return max(0, int(most) // unit * unit)
+
+    def _fixed(self, strategy: Strategy, home: Strategy) -> tuple[tuple[int, int, int, int, int], ...]:
+        """(stage, parameters, gradients, optimizer, home's) in bytes, of every kind of rank there is."""
+        key = Strategy.from_world(self.world_size, tp=strategy.tp, cp=1, pp=strategy.pp), home
+        if key not in self._static:
+            shape, numels, at_home = self.shape, self.numels(strategy), self.numels(home)
+            own = strategy.same_layout(home)
+            pairs = {
+                (rank * strategy.pp // self.world_size, rank * home.pp // self.world_size)
+                for rank in self._firsts(strategy, home)
+            }
+            rows = []
+            for stage, home_stage in sorted(pairs):
+                optimizer = self.optimizer_shard(home, home_stage)
+                resident = at_home[home_stage] * (shape.parameter_bytes + shape.gradient_bytes) + optimizer
+                rows.append(
+                    (
+                        stage,
+                        numels[stage] * shape.parameter_bytes,
+                        numels[stage] * shape.gradient_bytes,
+                        optimizer if own else 0,
+                        0 if own else resident,
+                    )
+                )
+            self._static[key] = tuple(rows)
+        return self._static[key]
+
+    def _firsts(self, strategy: Strategy, home: Strategy) -> list[int]:
+        """One rank of every pair of stages: stages are runs of ranks, so that their first ranks do."""
+        starts = {stage * self.world_size // each.pp for each in (strategy, home) for stage in range(each.pp)}
+        return sorted(starts)
+
+    def _layer_bytes(self, tp: int) -> float:
+        """Bytes that one layer keeps per token of a rank without recomputation, with fused attention.
+
+        Inputs of both norms and of what follows them; queries, keys, values and the attention's output; both sides of
+        the activation function. Sequence parallelism divides the first by tp, tensor parallelism the others.
+        """
+        shape = self.shape
+        size, hidden = shape.parameter_bytes, shape.hidden_size
+        attention = shape.num_attention_heads * shape.kv_channels
+        keys = max(shape.num_query_groups, min(tp, shape.num_attention_heads)) * shape.kv_channels
+        wide = shape.ffn_hidden_size * (3 if shape.gated_linear_unit else 2)
+        norms = 4 * hidden / (tp if shape.sequence_parallel else 1)
+        split = (2 * attention + 2 * keys + wide) / tp
+        # A gathered input is there once per layer, on every rank: divided by tp it grows with tp, as measured.
+        return _KEPT * size * (norms + split) + _GATHERED * hidden * size / 2
