@@ -41,7 +41,8 @@ _ADAM_TRAFFIC: Final = 28
 class StageTime:
     """Time of a micro-batch on the slowest pipeline stage, by cause: seconds per micro-batch, token, squared token.
 
-    Tokens are counted over all context-parallel ranks. ``all_to_all`` is None where heads do not divide over tp * cp.
+    Tokens are counted over all context-parallel ranks. ``all_to_all`` is None where heads or query groups do not divide over
+    tp * cp, as Transformer Engine asks.
     """
 
     fixed: float
@@ -127,8 +128,7 @@ class CostModel:
         slowest = max(range(len(work)), key=work.__getitem__)
         layers, hidden = stages[slowest], shape.hidden_size
         queries = shape.num_attention_heads * shape.kv_channels
-        # With fewer query groups than ranks that split heads, keys and values are repeated.
-        keys = shape.kv_channels * max(shape.num_query_groups, min(tp * cp, shape.num_attention_heads))
+        keys = shape.num_query_groups * shape.kv_channels
         gemm = 6 * work[slowest] / (tp * cp) / hardware.gemm_flops(hidden, parameter_bytes=size)
         attention = 6.0 * queries * layers / (tp * cp)
         attention /= hardware.attention_flops(shape.kv_channels, parameter_bytes=size)
@@ -137,9 +137,9 @@ class CostModel:
         ring, all_to_all = 0.0, None
         if cp > 1:
             # Keys and values go round forward, and with their gradients backward.
-            ring = 6 * size * shape.num_query_groups * shape.kv_channels / tp * (cp - 1) / cp * layers
+            ring = 6 * size * keys / tp * (cp - 1) / cp * layers
             ring /= self._card if tp * cp > hardware.gpus_per_node else self._node
-            if shape.num_attention_heads % (tp * cp) == 0:
+            if shape.num_attention_heads % (tp * cp) == 0 and shape.num_query_groups % (tp * cp) == 0:
                 # Queries and outputs, keys and values, each twice forward and backward.
                 all_to_all = 4 * size * (queries + keys) / (tp * cp) * layers * self._all_to_all_per_byte(tp, cp)
         pipeline = 0.0

@@ -1,0 +1,165 @@
+"""The modelled time of one planned step, rank by rank: segments, switches, folds, reductions, optimizer.
+
+Ranks are followed one by one: a replica of the next segment starts when its own ranks are free, so sibling segments do not
+wait for each other; a switch waits for all. Pure; ``search`` compares plans by it and ``simulate`` reports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from hotspa_megatron.planning.alignment import alignment_of
+from hotspa_megatron.planning.cost_model import CostModel
+from hotspa_megatron.planning.execution import Execution
+from hotspa_megatron.planning.step_plan import (
+    LengthGroup,
+    MicroBatchTime,
+    Moves,
+    Segment,
+    StepCosts,
+    StepPlan,
+    StepPlanner,
+)
+from hotspa_megatron.strategy import Kind, Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupChoice:
+    """One length group of a run: its sequences are up to ``max_length`` tokens and longer than the group before.
+
+    ``tokens_per_microbatch`` counts a micro-batch over all cp ranks, padding included.
+    """
+
+    max_length: int
+    execution: Execution
+    tokens_per_microbatch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of a step: ``total`` on the slowest path; the others are shares of it that can be told apart.
+
+    ``switch`` and ``fold`` move parameters to guests and gradients home; ``reduce`` is what gradient reductions and
+    parameter gathers take unhidden, guests' included; ``optimizer`` is Adam's.
+    """
+
+    total: float
+    switch: float
+    fold: float
+    reduce: float
+    optimizer: float
+
+
+def mean_time(times: Sequence[StepTime]) -> StepTime:
+    """The mean over steps."""
+    return StepTime(
+        **{each.name: sum(getattr(time, each.name) for time in times) / len(times) for each in fields(StepTime)}
+    )
+
+
+class RunModel:
+    """The length groups of a run on a modelled cluster: plans its steps as the real one does, and times them.
+
+    ``groups`` short to long, home last. Raises ValueError where a group's budget cannot hold its longest sequence.
+    """
+
+    def __init__(self, model: CostModel, groups: Sequence[GroupChoice]) -> None:
+        self.model = model
+        self.groups = tuple(groups)
+        self.home = groups[-1].execution.strategy
+        self.planner = StepPlanner(
+            [self._length_group(choice, last=choice is groups[-1]) for choice in groups], self._costs()
+        )
+
+    def step(self, lengths: np.ndarray) -> StepTime:
+        """Plan and time one step."""
+        return self.time(self.planner.plan(lengths))
+
+    def time(self, plan: StepPlan) -> StepTime:
+        """The time of a plan that this run's planner made."""
+        model, home = self.model, self.home
+        lengths = np.array(plan.lengths, np.int64)
+        clock = np.zeros(model.world_size)
+        switch = fold = reduce = last = 0.0
+        before: Strategy | None = None
+        for segment in plan.segments:
+            if segment.kind is Kind.GUEST:
+                moved = 0.0 if segment.strategy == before else model.switch_seconds(home, before, segment.strategy)
+                switch += moved
+                clock[:] = clock.max() + moved
+                before = segment.strategy
+            mean = self._run(segment, lengths, clock)
+            if segment.kind is Kind.GUEST:
+                reduced, sent = model.guest_reduction(segment.strategy), model.fold_seconds(segment.strategy, home)
+                reduce += reduced
+                fold += sent
+                clock[:] = clock.max() + reduced + sent
+            else:
+                last = mean
+        reduced, optimizer = model.home_reduction(home, last=last), model.optimizer_seconds(home)
+        return StepTime(
+            total=float(clock.max()) + reduced + optimizer,
+            switch=switch,
+            fold=fold,
+            reduce=reduce + reduced,
+            optimizer=optimizer,
+        )
+
+    def _run(self, segment: Segment, lengths: np.ndarray, clock: np.ndarray) -> float:
+        """Advance the ranks' clocks by a segment; returns the mean time of its micro-batches."""
+        execution = self.groups[segment.group].execution
+        group, strategy = self.planner.groups[segment.group], segment.strategy
+        time = self.model.stage_time(execution)
+        times = []
+        for replica, batches in enumerate(segment.micro_batches):
+            real = [batch for batch in batches if batch]
+            if not real:
+                continue
+            members = np.array([index for batch in real for index in batch], np.int64)
+            starts = np.cumsum([0, *(len(batch) for batch in real)])[:-1]
+            padded = -(-lengths[members] // group.alignment.sequence) * group.alignment.sequence
+            tokens = -(-np.add.reduceat(padded, starts) // group.alignment.total) * group.alignment.total
+            if strategy.pp > 1:
+                tokens[:] = tokens.max()
+            squares = np.add.reduceat(lengths[members].astype(np.float64) ** 2, starts)
+            each = np.asarray(time.seconds(tokens.astype(np.float64), squares))
+            times.append(each)
+            fill = (strategy.pp - 1) * float(each.max()) / execution.vpp
+            # Ranks lie as tp, cp, dp, pp from the fastest axis: a replica is a slice of this view.
+            ranks = clock.reshape(strategy.pp, strategy.dp, strategy.cp * strategy.tp)[:, replica]
+            ranks[:] = ranks.max() + each.sum() + fill + (len(batches) - len(real)) * time.fixed
+        return float(np.concatenate(times).mean()) if times else 0.0
+
+    def _length_group(self, choice: GroupChoice, *, last: bool) -> LengthGroup:
+        strategy = choice.execution.strategy
+        kind = Kind.HOME if last else Kind.SIBLING if strategy.same_layout(self.home) else Kind.GUEST
+        return LengthGroup(
+            strategy=strategy,
+            kind=kind,
+            max_length=choice.max_length,
+            tokens_per_microbatch=choice.tokens_per_microbatch,
+            alignment=alignment_of(strategy, sequence_parallel=self.model.shape.sequence_parallel),
+            multiple_of=strategy.pp if choice.execution.vpp > 1 else 1,
+        )
+
+    def _costs(self) -> StepCosts:
+        times: dict[Strategy, MicroBatchTime] = {}
+        for choice in self.groups:
+            times.setdefault(choice.execution.strategy, self.model.stage_time(choice.execution).linear())
+        guests = sorted({each for each in times if not each.same_layout(self.home)})
+        model, home = self.model, self.home
+        return StepCosts(
+            times=times,
+            moves=Moves(
+                switches={
+                    (before, guest): model.switch_seconds(home, before, guest)
+                    for guest in guests
+                    for before in (None, *guests)
+                    if before != guest
+                },
+                folds={guest: model.fold_seconds(guest, home) + model.guest_reduction(guest) for guest in guests},
+            ),
+        )
