@@ -39,6 +39,8 @@ _STARTS: Final = 4
 """Plans with different homes that are improved step by step."""
 _REFINED_SEQUENCES: Final = 400 * 1024
 """Sequences of neighbours of the best plan that are planned and timed exactly, at most: what seconds allow."""
+_LEAST_REFINED: Final = 16
+"""Neighbours of each start that are timed however large the steps are."""
 _WORTH_A_GROUP: Final = 0.999
 """Share of the time to which one more length group must bring a step."""
 _LEAST_FILLED: Final = 8
@@ -341,7 +343,7 @@ class _Search:
 
     def _refined(self, best: tuple[GroupChoice, ...]) -> tuple[GroupChoice, ...]:
         """Change one group at a time as long as that helps; a group more must be worth it, one less need not."""
-        left = _REFINED_SEQUENCES // _STARTS // sum(len(batch) for batch in self._batches)
+        left = max(_LEAST_REFINED, _REFINED_SEQUENCES // _STARTS // sum(len(batch) for batch in self._batches))
         improved = True
         while improved:
             improved = False
