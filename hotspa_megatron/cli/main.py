@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hotspa_megatron.cli import bench, data, explain
+from hotspa_megatron.cli import bench, data, doctor, explain, plan, simulate
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,6 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="hotspa", description="Plan and look into training under several parallel strategies.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     explain.add_command(commands)
+    plan.add_command(commands)
+    simulate.add_command(commands)
+    doctor.add_command(commands)
     bench.add_command(commands)
     data.add_command(commands)
     arguments = parser.parse_args(own)

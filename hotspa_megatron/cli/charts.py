@@ -1,0 +1,44 @@
+"""Charts of the subcommands, drawn with matplotlib where it is there; an error in one line where not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def save_bars(path: str, *, title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
+    """Grouped bars, one group per label."""
+    figure, axes = _figure(width=max(8.0, 0.5 * len(labels)))
+    width = 0.8 / len(series)
+    for index, (name, values) in enumerate(series.items()):
+        axes.bar([place + index * width for place in range(len(labels))], values, width, label=name)
+    axes.set_xticks([place + 0.4 - width / 2 for place in range(len(labels))], labels, rotation=75, fontsize=8)
+    _save(figure, axes, path, title)
+
+
+def save_lines(path: str, *, title: str, series: Mapping[str, Sequence[float]]) -> None:
+    """One line per name over steps from 1."""
+    figure, axes = _figure(width=8.0)
+    for name, values in series.items():
+        axes.plot(range(1, len(values) + 1), values, marker="o", label=name)
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
+    _save(figure, axes, path, title)
+
+
+def _figure(*, width: float) -> tuple[Any, Any]:
+    try:
+        from matplotlib.figure import Figure
+    except Exception as error:  # a broken installation fails in any way
+        raise ValueError(f"--plot: matplotlib cannot be imported ({error}); pip install matplotlib") from None
+    figure = Figure(figsize=(width, 5.0), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _save(figure: Any, axes: Any, path: str, title: str) -> None:
+    axes.set_title(title)
+    axes.legend()
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--plot: {path}: {getattr(error, 'strerror', None) or error}") from None

@@ -1,0 +1,192 @@
+"""What ``plan`` and ``simulate`` are told about a run: model, cluster, lengths; read alike by both."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
+from hotspa_megatron.cli.run_script import arguments_of_script
+from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
+from hotspa_megatron.planning.lengths import LengthHistogram
+from hotspa_megatron.strategy import Strategy
+from hotspa_megatron.strict_yaml import read_document
+
+_FLAGS_FILE: Final = Path(__file__).with_name("megatron_flags.yaml")
+_PARALLEL_FLAGS: Final = ("--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size")
+_WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
+_OURS: Final = "--hotspa-config"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedRun:
+    """``recompute``: share of layers that the command line recomputes in full, for every strategy alike."""
+
+    arguments: tuple[str, ...]
+    line: MegatronCommandLine
+    hardware: Hardware
+    world_size: int
+    histogram: LengthHistogram
+    lengths_from: str
+    sequences_per_step: int
+    recompute: float
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Per parameter; as for Adam with fp32 state where the optimizer's is not known."""
+        return 12 if self.line.optimizer_bytes is None else self.line.optimizer_bytes
+
+    def under(self, home: Strategy) -> MegatronCommandLine:
+        """The command line with another home."""
+        return read_command_line(with_home(self.arguments, home), world_size=self.world_size)
+
+
+def add_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """The options that describe a run; where they are not required, ``require`` asks for them later."""
+    parser.add_argument(
+        "--from-script", metavar="FILE", help="take Megatron's arguments from the script that starts the job"
+    )
+    parser.add_argument(
+        "--hardware",
+        required=required,
+        metavar="NAME|FILE",
+        help=f"the cluster: {', '.join(hardware_names())}, or a .yaml file in their form",
+    )
+    parser.add_argument("--world-size", metavar="N", help="ranks (default: WORLD_SIZE, else SLURM_NTASKS)")
+    lengths = parser.add_mutually_exclusive_group(required=required)
+    lengths.add_argument("--corpus", metavar="PREFIX", help="lengths of the documents of PREFIX.idx")
+    lengths.add_argument("--lengths", metavar="FILE|wikipedia", help="a file of one length per line, or a known corpus")
+    parser.add_argument("--sequences", metavar="N", help="sequences per step (default: Megatron's --global-batch-size)")
+
+
+def require(options: argparse.Namespace) -> None:
+    """Refuse a run without cluster or lengths."""
+    if options.hardware is None:
+        raise ValueError(f"--hardware: missing; give one of {', '.join(hardware_names())}, or a .yaml file")
+    if options.corpus is None and options.lengths is None:
+        raise ValueError("--corpus: missing; give it or --lengths, so that there are sequences to plan for")
+
+
+def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> DescribedRun:
+    """Read everything that was given; ``ValueError`` in one line for what is wrong or missing."""
+    hardware = load_hardware(options.hardware)
+    if options.from_script is not None and megatron_arguments:
+        raise ValueError("--from-script: given together with arguments behind --; give one of them")
+    arguments = arguments_of_script(options.from_script) if options.from_script else list(megatron_arguments)
+    if not arguments:
+        raise ValueError("Megatron's arguments are missing; add them behind --, or give --from-script")
+    arguments = _without(arguments, (_OURS,))
+    check_flags(arguments)
+    world_size = _world_size(options.world_size)
+    line = read_command_line(arguments, world_size=world_size)
+    histogram, source = _histogram(options)
+    batch = _flag(arguments, "--global-batch-size")
+    sequences = whole("--sequences", options.sequences) if options.sequences else batch
+    if sequences is None:
+        raise ValueError("--sequences: missing, and the command line has no --global-batch-size; give one of them")
+    return DescribedRun(
+        arguments=tuple(arguments),
+        line=line,
+        hardware=hardware,
+        world_size=world_size,
+        histogram=histogram,
+        lengths_from=source,
+        sequences_per_step=sequences,
+        recompute=_recompute(arguments, line),
+    )
+
+
+def check_flags(arguments: Sequence[str]) -> None:
+    """Refuse a flag that Megatron's own parser does not have."""
+    document = read_document(_FLAGS_FILE)
+    assert document is not None
+    known = {flag.text() or "" for flag in document.sequence()}
+    for argument in arguments:
+        flag = argument.split("=", 1)[0]
+        if flag.startswith("--") and flag not in known:
+            near = difflib.get_close_matches(flag, sorted(known), n=1)
+            fix = f"did you mean {near[0]}?" if near else "remove it here if your own script adds it"
+            raise ValueError(f"command line: {flag}: not an argument of Megatron's; {fix}")
+
+
+def with_home(arguments: Sequence[str], home: Strategy) -> list[str]:
+    """The command line with the parallel sizes of another home."""
+    return [*_without(arguments, _PARALLEL_FLAGS), *home_flags(home)]
+
+
+def home_flags(home: Strategy) -> list[str]:
+    """What makes Megatron run this home."""
+    sizes = (home.tp, home.cp, home.pp)
+    return [text for flag, size in zip(_PARALLEL_FLAGS, sizes, strict=True) for text in (flag, str(size))]
+
+
+def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """The arguments without these flags and their values."""
+    kept, skip = [], False
+    for argument in arguments:
+        if skip:
+            skip = False
+        elif argument in flags:
+            skip = True
+        elif argument.split("=", 1)[0] not in flags:
+            kept.append(argument)
+    return kept
+
+
+def _flag(arguments: Sequence[str], flag: str) -> int | None:
+    """The whole number given for a flag, the last one as argparse takes it."""
+    found = None
+    for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == flag:
+            found = whole(flag, after or "")
+        elif argument.startswith(f"{flag}="):
+            found = whole(flag, argument.split("=", 1)[1])
+    return found
+
+
+def _recompute(arguments: Sequence[str], line: MegatronCommandLine) -> float:
+    """Selective recomputation keeps as much as none where attention is fused, so it counts as none."""
+    if _word(arguments, "--recompute-granularity") != "full":
+        return 0.0
+    if _word(arguments, "--recompute-method") != "block":
+        return 1.0
+    layers = _flag(arguments, "--recompute-num-layers") or 1
+    return min(1.0, layers * line.home.pp / line.shape.num_layers)
+
+
+def _word(arguments: Sequence[str], flag: str) -> str | None:
+    found = None
+    for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == flag:
+            found = after
+        elif argument.startswith(f"{flag}="):
+            found = argument.split("=", 1)[1]
+    return found
+
+
+def _world_size(given: str | None) -> int:
+    for name, text in (("--world-size", given), *((name, os.environ.get(name)) for name in _WORLD_SIZE_VARIABLES)):
+        if text:
+            return whole(name, text)
+    raise ValueError("--world-size: missing; give the number of ranks, as the launcher has not set WORLD_SIZE")
+
+
+def whole(name: str, text: str) -> int:
+    """A whole number of at least 1 as the user wrote it."""
+    if not re.fullmatch("[1-9][0-9]{0,8}", text):
+        raise ValueError(f"{name}: {text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _histogram(options: argparse.Namespace) -> tuple[LengthHistogram, str]:
+    if options.corpus is not None:
+        return LengthHistogram.from_index(options.corpus), f"the documents of {options.corpus}"
+    if options.lengths == "wikipedia":
+        return LengthHistogram.wikipedia(), "English Wikipedia"
+    return LengthHistogram.from_text(options.lengths), f"the lengths in {options.lengths}"

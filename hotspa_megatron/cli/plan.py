@@ -1,0 +1,240 @@
+"""``hotspa plan``: choose thresholds, strategies and home for a run, and write the configuration with what to expect of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from hotspa_megatron.cli import described_run, tables
+from hotspa_megatron.cli.charts import save_bars
+from hotspa_megatron.cli.described_run import DescribedRun
+from hotspa_megatron.config import load_config, resolve
+from hotspa_megatron.planning.execution import RECOMPUTE_SHARES
+from hotspa_megatron.planning.memory_model import Held
+from hotspa_megatron.planning.search import PlannedRun, plan_strategies
+from hotspa_megatron.planning.step_time import GroupChoice
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+_EPILOG: Final = """\
+examples:
+  hotspa plan --hardware h100 --world-size 64 --corpus data/my_text_document -- $GPT_ARGS
+      choose everything, write hotspa.yaml, and say which parallel sizes to give Megatron
+  hotspa plan --hardware a800-80 --world-size 16 --lengths wikipedia --from-script run.sh --keep-home
+      keep the script's own parallel sizes as home
+
+Times and memory are modelled from the cluster's description, not measured. `hotspa explain` checks what was written.
+"""
+_GIB: Final = 2**30
+_LEFT: Final = ("lengths", "strategy", "kind")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenPlan:
+    """A plan and the file that says it."""
+
+    planned: PlannedRun
+    text: str
+    path: Path
+
+
+def add_command(commands: _SubParsersAction[Any]) -> None:
+    """Add ``plan`` to the ``hotspa`` command."""
+    parser = commands.add_parser(
+        "plan",
+        help="choose strategies for a model, a cluster and a corpus",
+        description="Choose thresholds, strategies and home, and write the configuration file.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="hotspa plan --hardware H --world-size N (--corpus P | --lengths F) [-- MEGATRON ARGS | --from-script FILE]",
+    )
+    described_run.add_options(parser)
+    parser.add_argument("--output", "-o", default="hotspa.yaml", metavar="FILE", help="default hotspa.yaml")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.add_argument("--keep-home", action="store_true", help="keep the command line's parallel sizes")
+    parser.add_argument(
+        "--vary-recompute",
+        action="store_true",
+        help="let strategies differ in recomputation, which this version does not run: shows what it would bring",
+    )
+    parser.add_argument("--max-tp", metavar="N", help="largest tp (default: the GPUs of a node)")
+    parser.add_argument("--json", action="store_true", help="print JSON; seconds, bytes, tokens")
+    parser.add_argument("--plot", metavar="FILE", help="draw step time and memory to FILE; needs matplotlib")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
+    """Plan, write and print; ``ValueError`` for bad input, with nothing written."""
+    path = Path(arguments.output)
+    if path.exists() and not arguments.force and not arguments.vary_recompute:
+        raise ValueError(f"--output: {path} is there already; give another name, or --force")
+    described = described_run.read_run(arguments, megatron_arguments)
+    shape = described.line.shape
+    planned = plan_strategies(
+        described.histogram,
+        shape=shape,
+        hardware=described.hardware,
+        world_size=described.world_size,
+        sequences_per_step=described.sequences_per_step,
+        home=described.line.home if arguments.keep_home else None,
+        recompute=RECOMPUTE_SHARES if arguments.vary_recompute else (described.recompute,),
+        max_tp=described_run.whole("--max-tp", arguments.max_tp) if arguments.max_tp else None,
+        optimizer_bytes=described.optimizer_bytes,
+    )
+    text = as_yaml(planned, described)
+    if not arguments.vary_recompute:
+        _check(text, planned, described)
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--output: {path}: {error.strerror}") from None
+    if arguments.plot:
+        _plot(arguments.plot, planned)
+    if arguments.json:
+        print(json.dumps(_described(planned, described, None if arguments.vary_recompute else path), indent=2))
+    else:
+        _print(planned, described, None if arguments.vary_recompute else path)
+
+
+def as_yaml(planned: PlannedRun, described: DescribedRun) -> str:
+    """The configuration file, with what was expected of it in comments."""
+    home, static = planned.home.execution.strategy, planned.static.execution.strategy
+    lines = [
+        f"# Chosen by hotspa plan for {described.world_size} ranks of {described.hardware.name}, from",
+        f"# {described.lengths_from}, {described.sequences_per_step} sequences per step.",
+        f"# Modelled, not measured: {planned.time.total:.3f} s per step, {planned.gain:.2f} times as fast as the best static",
+        f"# strategy with the same packing ({static}, {planned.static_time.total:.3f} s).",
+        f"# Megatron's own flags make home: {' '.join(described_run.home_flags(home))}",
+    ]
+    if len(planned.groups) == 1:
+        lines += ["# One strategy for all lengths is fastest here.", "strategies: []"]
+    else:
+        lines.append("strategies:")
+    for choice, held in zip(planned.groups[:-1], planned.held, strict=False):
+        strategy = choice.execution.strategy
+        lines += [
+            f"  - max_length: {choice.max_length}  # {_kind(choice, planned)} {choice.execution}, {_memory(held)}",
+            f"    tp: {strategy.tp}",
+            f"    cp: {strategy.cp}",
+            f"    pp: {strategy.pp}",
+            f"    tokens_per_microbatch: {choice.tokens_per_microbatch}",
+        ]
+    lines.append(
+        f"home: {{tokens_per_microbatch: {planned.home.tokens_per_microbatch}}}  # {planned.home.execution}, "
+        f"{_memory(planned.held[-1])}"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _check(text: str, planned: PlannedRun, described: DescribedRun) -> None:
+    """Hold the file against the reader that will read it, before it is written where it was asked for."""
+    home = planned.home.execution.strategy
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "hotspa.yaml"
+        path.write_text(text, encoding="utf-8")
+        resolve(load_config(path), shape=described.under(home).shape, home=home)
+
+
+def _described(planned: PlannedRun, described: DescribedRun, path: Path | None) -> dict[str, object]:
+    return {
+        "output": None if path is None else str(path),
+        "hardware": described.hardware.name,
+        "assumed": list(described.hardware.assumed),
+        "world_size": described.world_size,
+        "sequences_per_step": described.sequences_per_step,
+        "home": str(planned.home.execution.strategy),
+        "megatron_flags": described_run.home_flags(planned.home.execution.strategy),
+        "seconds": asdict(planned.time),
+        "static": str(planned.static.execution),
+        "static_seconds": asdict(planned.static_time),
+        "gain": planned.gain,
+        "groups": [
+            {
+                "max_length": choice.max_length,
+                "strategy": str(choice.execution.strategy),
+                "kind": _kind(choice, planned),
+                "recompute": choice.execution.recompute,
+                "tokens_per_microbatch": choice.tokens_per_microbatch,
+                "memory": {**asdict(held), "total": held.total},
+            }
+            for choice, held in zip(planned.groups, planned.held, strict=True)
+        ],
+        "refused_as_home": [
+            {"strategy": str(refusal.execution), "reason": refusal.reason} for refusal in planned.refused
+        ],
+    }
+
+
+def _print(planned: PlannedRun, described: DescribedRun, path: Path | None) -> None:
+    console = tables.console()
+    home = planned.home.execution.strategy
+    shown = tables.table("lengths", "strategy", "kind", "tokens/micro-batch", "memory GiB", "limit", left=_LEFT)
+    low = 1
+    for choice, held in zip(planned.groups, planned.held, strict=True):
+        tables.row(
+            shown,
+            f"{low}-{choice.max_length}",
+            choice.execution,
+            _kind(choice, planned),
+            f"{choice.tokens_per_microbatch:,}",
+            f"{held.total / _GIB:.1f}",
+            f"{held.limit / _GIB:.1f}",
+        )
+        low = choice.max_length + 1
+    tables.print_table(console, f"{described.world_size} x {described.hardware.name}, {described.lengths_from}", shown)
+    time = planned.time
+    tables.say(
+        console,
+        f"Modelled: {time.total:.3f} s per step of {described.sequences_per_step} sequences (switch {time.switch:.3f}, fold "
+        f"{time.fold:.3f}, reductions {time.reduce:.3f}, optimizer {time.optimizer:.3f}).",
+    )
+    tables.say(
+        console,
+        f"Best static strategy with the same packing: {planned.static.execution}, {planned.static_time.total:.3f} s. "
+        f"Gain {planned.gain:.2f}x.",
+    )
+    if home != described.line.home:
+        tables.say(console, f"Give Megatron: {' '.join(described_run.home_flags(home))} (now {described.line.home})")
+    if described.line.optimizer_note is not None:
+        tables.say(console, f"Counted as Adam with fp32 state; {described.line.optimizer_note} may take other memory.")
+    if planned.refused:
+        first = planned.refused[0]
+        tables.say(
+            console,
+            f"{len(planned.refused)} strategies do not hold the longest sequence; {first.execution}: {first.reason}. "
+            "--json lists all.",
+        )
+    tables.say(console, f"Assumed, without a source: {', '.join(described.hardware.assumed) or 'nothing'}.")
+    if path is None:
+        tables.say(console, "Nothing written: this version does not run recomputation that differs between strategies.")
+    else:
+        tables.say(console, f"Wrote {path}.")
+
+
+def _plot(path: str, planned: PlannedRun) -> None:
+    save_bars(
+        path,
+        title="Seconds per step (modelled)",
+        labels=["whole step", "switch", "fold", "reductions", "optimizer"],
+        series={
+            name: [time.total, time.switch, time.fold, time.reduce, time.optimizer]
+            for name, time in (("static", planned.static_time), ("ours", planned.time))
+        },
+    )
+
+
+def _kind(choice: GroupChoice, planned: PlannedRun) -> str:
+    if choice is planned.home:
+        return "home"
+    own = choice.execution.strategy.same_layout(planned.home.execution.strategy)
+    return "sibling" if own else "guest"
+
+
+def _memory(held: Held) -> str:
+    return f"{held.total / _GIB:.1f} of {held.limit / _GIB:.1f} GiB on the fullest rank"

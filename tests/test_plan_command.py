@@ -1,0 +1,348 @@
+"""``hotspa plan``, ``simulate`` and ``doctor``: files that the configuration's reader accepts, and one line for bad input."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import resource
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotspa_megatron.cli import charts, doctor
+from hotspa_megatron.cli.described_run import check_flags, with_home
+from hotspa_megatron.cli.main import main
+from hotspa_megatron.cli.megatron_args import read_command_line
+from hotspa_megatron.cli.run_script import arguments_of_script
+from hotspa_megatron.config import load_config, resolve
+from hotspa_megatron.strategy import Strategy
+
+MODEL = shlex.split(
+    "--num-layers 8 --hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 8192 "
+    "--max-position-embeddings 8192 --vocab-size 30592 --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --position-embedding-type rope --bf16 --use-distributed-optimizer"
+)
+BATCH = ["--global-batch-size", "32"]
+CLUSTER = ["--hardware", "l40s-pcie", "--world-size", "8", "--lengths", "wikipedia"]
+needs_matplotlib = pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def plan(*options: str, arguments: list[str] | None = None) -> int:
+    return main(["plan", *options, "--", *(MODEL + BATCH if arguments is None else arguments)])
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """What went to stderr, which must be a single line."""
+    said = capsys.readouterr().err
+    assert said.startswith("hotspa") and said.endswith("\n") and said.count("\n") == 1
+    return said
+
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_the_file_is_one_that_a_job_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hotspa.yaml"
+    assert plan(*CLUSTER, "-o", str(path), "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    home = Strategy.parse(said["home"])
+    line = read_command_line(with_home(MODEL, home), world_size=8)
+    assert line.home == home
+    resolved = resolve(load_config(path), shape=line.shape, home=home)
+    assert [each.max_length for each in resolved.strategies] == [g["max_length"] for g in said["groups"][:-1]]
+    assert [str(each.strategy) for each in resolved.strategies] == [g["strategy"] for g in said["groups"][:-1]]
+    assert resolved.home.tokens_per_microbatch == said["groups"][-1]["tokens_per_microbatch"]
+    assert said["gain"] >= 1 and said["seconds"]["total"] <= said["static_seconds"]["total"]
+    assert all(group["memory"]["total"] <= group["memory"]["limit"] for group in said["groups"])
+    assert not any(group["recompute"] for group in said["groups"])
+    comments = [text for text in path.read_text().splitlines() if text.startswith("#")]
+    assert "not measured" in " ".join(comments) and "static" in " ".join(comments)
+    assert " ".join(said["megatron_flags"]) in " ".join(comments)
+
+
+def test_it_can_keep_home_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hotspa.yaml"
+    arguments = [*MODEL, *BATCH, "--tensor-model-parallel-size", "4", "--sequence-parallel"]
+    assert plan(*CLUSTER, "-o", str(path), "--keep-home", arguments=arguments) == 0
+    said = capsys.readouterr().out
+    assert "tp4-cp1-pp1-dp2" in said and "Give Megatron" not in said and f"Wrote {path}" in said
+    line = read_command_line(arguments, world_size=8)
+    resolve(load_config(path), shape=line.shape, home=line.home)
+
+
+def test_an_existing_file_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "hotspa.yaml"
+    path.write_text("mine")
+    assert plan(*CLUSTER, "-o", str(path)) == 2
+    assert "--force" in one_line(capsys) and path.read_text() == "mine"
+    assert plan(*CLUSTER, "-o", str(path), "--force") == 0
+    assert "strategies" in path.read_text()
+
+
+def test_recomputation_that_differs_is_shown_and_not_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hotspa.yaml"
+    assert plan(*CLUSTER, "-o", str(path), "--vary-recompute") == 0
+    assert "Nothing written" in capsys.readouterr().out and not path.exists()
+
+
+def test_lengths_come_from_a_file_and_from_an_index(tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("".join(f"{length}\n" for length in np.arange(1, 4000, 13)))
+    base = ["--hardware", "a800-80", "--world-size", "4", "--sequences", "16"]
+    assert plan(*base, "--lengths", str(lengths), "-o", str(tmp_path / "a.yaml"), arguments=MODEL) == 0
+    # An index of Megatron's: header, dtype code 8 (uint16), sequences and documents.
+    documents = np.arange(2, 600, 7, dtype=np.int32)
+    pointers = np.concatenate([[0], np.cumsum(documents.astype(np.int64) * 2)[:-1]])
+    header = b"MMIDIDX\x00\x00" + np.array([1], "<u8").tobytes() + bytes([8])
+    header += np.array([len(documents), len(documents) + 1], "<u8").tobytes()
+    body = documents.tobytes() + pointers.tobytes() + np.arange(len(documents) + 1, dtype=np.int64).tobytes()
+    (tmp_path / "corpus.idx").write_bytes(header + body)
+    assert plan(*base, "--corpus", str(tmp_path / "corpus"), "-o", str(tmp_path / "b.yaml"), arguments=MODEL) == 0
+
+
+WRONG: list[tuple[list[str], list[str], str]] = [
+    (["--hardware", "h900", "--world-size", "8", "--lengths", "wikipedia"], MODEL + BATCH, "'h900' is not known"),
+    (["--hardware", "no/such.yaml", "--world-size", "8", "--lengths", "wikipedia"], MODEL + BATCH, "cannot be read"),
+    (
+        CLUSTER,
+        [*MODEL, *BATCH, "--num-layer", "4"],
+        "--num-layer: not an argument of Megatron's; did you mean --num-layers?",
+    ),
+    (CLUSTER, MODEL, "--global-batch-size"),
+    (CLUSTER, [], "arguments are missing"),
+    (CLUSTER, [*BATCH, "--hidden-size", "64"], "--num-layers"),
+    (["--hardware", "a800-80", "--lengths", "wikipedia"], MODEL + BATCH, "--world-size: missing"),
+    (["--hardware", "a800-80", "--world-size", "08", "--lengths", "wikipedia"], MODEL + BATCH, "'08'"),
+    (["--hardware", "a800-80", "--world-size", "8"], MODEL + BATCH, "--corpus"),
+    (["--hardware", "a800-80", "--world-size", "8", "--corpus", "no/such"], MODEL + BATCH, "no/such.idx"),
+    (["--hardware", "a800-80", "--world-size", "8", "--lengths", "no/such"], MODEL + BATCH, "no/such"),
+    (["--hardware", "cpu-gloo", "--world-size", "1", "--lengths", "wikipedia"], MODEL + BATCH, "no strategy holds"),
+    ([*CLUSTER, "--sequences", "-3"], MODEL + BATCH, "'-3'"),
+    ([*CLUSTER, "--from-script", "run.sh"], MODEL + BATCH, "--from-script"),
+]
+
+
+@pytest.mark.parametrize(("options", "arguments", "says"), WRONG, ids=[says for _, _, says in WRONG])
+def test_bad_input_is_one_line_and_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], arguments: list[str], says: str
+) -> None:
+    path = tmp_path / "hotspa.yaml"
+    try:
+        code = plan(*options, "-o", str(path), arguments=arguments)
+    except SystemExit as stopped:  # argparse
+        code = int(stopped.code or 0)
+    assert code == 2 and not path.exists()
+    assert says in one_line(capsys)
+
+
+def test_an_empty_corpus_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("\n\n")
+    assert plan("--hardware", "h100", "--world-size", "8", "--lengths", str(lengths)) == 2
+    assert "no lengths" in one_line(capsys)
+
+
+def test_without_matplotlib_a_plot_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match="pip install matplotlib"):
+        charts.save_lines(str(tmp_path / "x.png"), title="t", series={"a": [1.0]})
+
+
+@needs_matplotlib
+def test_charts_are_drawn_and_a_wrong_path_is_named(tmp_path: Path) -> None:
+    charts.save_bars(str(tmp_path / "b.svg"), title="t", labels=["x", "y"], series={"a": [1.0, 2.0], "b": [2.0, 1.0]})
+    charts.save_lines(str(tmp_path / "l.png"), title="t", series={"a": [1.0, 2.0]})
+    assert (tmp_path / "b.svg").stat().st_size > 1000 and (tmp_path / "l.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match=r"--plot: .*no-such"):
+        charts.save_lines(str(tmp_path / "no-such" / "x.png"), title="t", series={"a": [1.0]})
+
+
+# -------------------------------------------------------------------------------------------------------- run scripts
+
+
+def test_arguments_are_read_off_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_OUTSIDE", "7")
+    script = tmp_path / "run.sh"
+    script.write_text(
+        """#!/bin/bash
+set -euo pipefail
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+GPUS=8
+HIDDEN=${HIDDEN_SIZE:-4096}
+NODE=$(hostname)        # never run
+MODEL_ARGS=(
+    --num-layers 12     # a comment
+    --hidden-size $HIDDEN
+    "--ffn-hidden-size" 11008
+)
+OPTIONS="--swiglu --bf16"
+MODEL_ARGS+=(--seed ${FROM_OUTSIDE})
+torchrun --nproc-per-node $GPUS -m hotspa_megatron.launch pretrain_gpt.py \\
+    "${MODEL_ARGS[@]}" \\
+    ${OPTIONS} \\
+    --lr 1e-4 2>&1 | tee log.txt
+"""
+    )
+    assert arguments_of_script(script) == shlex.split(
+        "--num-layers 12 --hidden-size 4096 --ffn-hidden-size 11008 --seed 7 --swiglu --bf16 --lr 1e-4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("echo hello", "starts no Python file"),
+        ("python pretrain_gpt.py --num-layers $LAYERS", r":1: \$LAYERS is not set"),
+        ("N=$(nproc)\npython pretrain_gpt.py --num-layers $N", r":2: \$N is not set"),
+        ("python pretrain_gpt.py --num-layers $(nproc)", "comes from a command"),
+        ("python pretrain_gpt.py 'unfinished", "no closing quotation"),
+    ],
+)
+def test_what_cannot_be_read_off_a_script_is_named(tmp_path: Path, text: str, says: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(text + "\n")
+    with pytest.raises(ValueError, match=says):
+        arguments_of_script(script)
+
+
+def test_a_plan_from_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"ARGS=({' '.join(MODEL + BATCH)})\ntorchrun pretrain_gpt.py ${{ARGS[@]}} --hotspa-config x.yaml\n"
+    )
+    assert main(["plan", *CLUSTER, "--from-script", str(script), "-o", str(tmp_path / "h.yaml")]) == 0
+    assert main(["plan", *CLUSTER, "--from-script", str(tmp_path / "none.sh"), "-o", str(tmp_path / "i.yaml")]) == 2
+    assert "none.sh" in one_line(capsys)
+
+
+def test_flags_of_megatrons_are_known_and_others_are_not() -> None:
+    check_flags([*MODEL, *BATCH, "--lr=1e-4", "-1", "value"])
+    with pytest.raises(ValueError, match="remove it here if your own script adds it"):
+        check_flags(["--zzzzzzzzzzzzzz"])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+def test_the_list_of_flags_is_megatrons() -> None:
+    code = (
+        "import argparse\n"
+        "from hotspa_megatron.hooks import cpu\n"
+        "cpu.install()\n"
+        "from megatron.training import arguments\n"
+        "from hotspa_megatron.cli.described_run import check_flags\n"
+        "parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))\n"
+        "flags = [name for action in parser._actions for name in action.option_strings]\n"
+        "check_flags([flag for flag in flags if flag != '--help'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ----------------------------------------------------------------------------------------------------------- simulate
+
+
+def test_a_run_is_simulated_to_a_table_json_and_csv(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "steps.csv"
+    options = [*CLUSTER, "--steps", "2", "--csv", str(path)]
+    assert main(["simulate", *options, "--json", "--", *MODEL, *BATCH]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert [step["step"] for step in said["steps"]] == [1, 2]
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["hotspa_s"]) for row in rows] == [step["hotspa_s"] for step in said["steps"]]
+    assert main(["simulate", *options, "--", *MODEL, *BATCH]) == 0
+    assert "modelled" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--suite", "b200"], "'b200' is not known"),
+        (["--suite", "a800", "--hardware", "h100"], "remove --hardware"),
+        (["--suite", "a800", "--jobs", "none"], "'none'"),
+        ([], "--hardware: missing"),
+        (["--hardware", "h100"], "--corpus: missing"),
+    ],
+)
+def test_bad_input_of_simulate(capsys: pytest.CaptureFixture[str], options: list[str], says: str) -> None:
+    assert main(["simulate", *options]) == 2
+    assert says in one_line(capsys)
+
+
+# ------------------------------------------------------------------------------------------------------------- doctor
+
+
+def findings(
+    environment: Mapping[str, str] | None = None, arguments: tuple[str, ...] = ()
+) -> dict[str, doctor.Finding]:
+    found = list(doctor.examine(arguments, environment or {}))
+    assert all(finding.fix for finding in found if finding.state == "problem")
+    return {finding.what: finding for finding in found}
+
+
+def test_doctor_looks_at_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    said = {finding["what"] for finding in json.loads(capsys.readouterr().out)}
+    assert {"Python", "torch", "numpy", "transformer-engine", "/dev/shm", "open files", "network interfaces"} <= said
+    assert main(["doctor"]) == 0
+    assert "/dev/shm" in capsys.readouterr().out
+
+
+def test_doctor_takes_a_package_that_does_not_load_for_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (
+        ("flash_attn", "raise OSError('libcudart.so.12: cannot open')"),
+        ("apex", "import no_such_thing"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = findings()
+    assert "does not load: OSError: libcudart.so.12" in found["flash-attn"].found
+    assert "needs no_such_thing" in found["apex"].found
+
+
+def test_doctor_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert findings({"NCCL_SOCKET_IFNAME": "nosuch0"})["NCCL_SOCKET_IFNAME"].state == "problem"
+    assert findings({"NCCL_SOCKET_IFNAME": "^docker"})["NCCL_SOCKET_IFNAME"].state == "ok"
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 512))
+    few = findings()["open files"]
+    assert few.state == "problem" and "ulimit -n 512" in few.fix
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: _Usage())
+    assert findings()["/dev/shm"].state == "problem"
+
+
+class _Usage:
+    total = 64 << 20
+
+
+def test_doctor_looks_at_megatrons_flags() -> None:
+    good = findings(arguments=(*MODEL, "--hotspa-config", "x.yaml"))
+    assert good["Megatron's flags"].state == "ok"
+    assert "--use-distributed-optimizer" not in good
+    refused = findings(arguments=(*MODEL, "--num-experts", "8"))
+    assert "--num-experts" in refused["Megatron's flags"].found and refused["Megatron's flags"].state == "problem"
+    parallel = (*MODEL, "--sequence-parallel")
+    assert findings({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, parallel)["CUDA_DEVICE_MAX_CONNECTIONS"].state == "problem"
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "doctor"])
+def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0 and "examples:" in capsys.readouterr().out
