@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotspa_megatron.cli import charts, doctor
+from hotspa_megatron.cli import charts, described_run, doctor
 from hotspa_megatron.cli.described_run import check_flags, with_home
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import read_command_line
@@ -79,6 +79,21 @@ def test_it_can_keep_home_and_says_what_it_did(tmp_path: Path, capsys: pytest.Ca
     said = capsys.readouterr().out
     assert "tp4-cp1-pp1-dp2" in said and "Give Megatron" not in said and f"Wrote {path}" in said
     line = read_command_line(arguments, world_size=8)
+    resolve(load_config(path), shape=line.shape, home=line.home)
+
+
+def test_a_home_with_tp_may_have_the_sequence_parallelism_that_tp_1_has_not(tmp_path: Path) -> None:
+    """Megatron turns the flag off at tp 1; a small GPU needs tp, and the file must fit what the flag then means."""
+    path = tmp_path / "hotspa.yaml"
+    hardware = tmp_path / "small.yaml"
+    text = (Path(described_run.__file__).parents[1] / "planning" / "hardware" / "l40s-pcie.yaml").read_text()
+    hardware.write_text(text.replace("value: 46068", "value: 26000"))
+    options = ["--hardware", str(hardware), "--world-size", "8", "--lengths", "wikipedia", "--sequences", "32"]
+    arguments = [*MODEL, "--sequence-parallel"]
+    assert plan(*options, "-o", str(path), arguments=arguments) == 0
+    flags = path.read_text().split("home: ")[1].splitlines()[0].split()
+    line = read_command_line([*arguments, *flags], world_size=8)
+    assert line.shape.sequence_parallel == (line.home.tp > 1)
     resolve(load_config(path), shape=line.shape, home=line.home)
 
 

@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +15,7 @@ from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_
 from hotspa_megatron.cli.run_script import arguments_of_script
 from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
+from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 from hotspa_megatron.strict_yaml import read_document
 
@@ -36,6 +37,11 @@ class DescribedRun:
     lengths_from: str
     sequences_per_step: int
     recompute: float
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model as planning takes it: Megatron turns sequence parallelism off at tp 1, which another home may not have."""
+        return replace(self.line.shape, sequence_parallel="--sequence-parallel" in self.arguments)
 
     @property
     def optimizer_bytes(self) -> int:

@@ -75,10 +75,9 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     if path.exists() and not arguments.force and not arguments.vary_recompute:
         raise ValueError(f"--output: {path} is there already; give another name, or --force")
     described = described_run.read_run(arguments, megatron_arguments)
-    shape = described.line.shape
     planned = plan_strategies(
         described.histogram,
-        shape=shape,
+        shape=described.shape,
         hardware=described.hardware,
         world_size=described.world_size,
         sequences_per_step=described.sequences_per_step,

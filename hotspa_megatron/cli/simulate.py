@@ -132,7 +132,7 @@ def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str])
     described = described_run.read_run(arguments, megatron_arguments)
     planned = plan_strategies(
         described.histogram,
-        shape=described.line.shape,
+        shape=described.shape,
         hardware=described.hardware,
         world_size=described.world_size,
         sequences_per_step=described.sequences_per_step,
@@ -143,7 +143,7 @@ def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str])
         simulate_run(
             planned,
             described.histogram,
-            shape=described.line.shape,
+            shape=described.shape,
             hardware=described.hardware,
             steps=described_run.whole("--steps", arguments.steps),
             sequences_per_step=described.sequences_per_step,
