@@ -98,6 +98,24 @@ class HotSPaConfig:
     check_plans: bool = True
     get_batch: str | None = None
     home_line: int = field(default=1, compare=False)
+    overlong_line: int | None = field(default=None, compare=False)
+    """None where the file leaves ``overlong`` out."""
+
+    def overlong_for_conversations(self) -> Overlong:
+        """The rule for conversations, of which a piece would answer a question that it does not hold: error by default.
+
+        ``ConfigError`` where the file asks for split.
+        """
+        if self.overlong != "split":
+            return self.overlong
+        if self.overlong_line is None:
+            return "error"
+        raise config_error(
+            self.path,
+            self.overlong_line,
+            "overlong",
+            "split cuts documents; conversations (--sft) are not cut: write error, truncate or drop",
+        )
 
     def digest(self) -> str:
         """SHA-256 of the contents, equal exactly where two configurations compare equal; for comparing ranks."""
@@ -163,6 +181,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
         home_line=document.line if budget is None else budget.line,
+        overlong_line=top["overlong"].line if "overlong" in top else None,
     )
 
 

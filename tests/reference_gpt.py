@@ -17,19 +17,27 @@ from hotspa_megatron.planning.model_shape import ModelShape
 def loss_and_gradients(
     parameters: Mapping[str, Tensor], shape: ModelShape, documents: Sequence[Tensor], *, limit: int
 ) -> tuple[float, int, dict[str, Tensor]]:
-    """Sum of token losses over all documents, number of targets, and the sum's gradient per parameter.
+    """``of_sequences`` of documents: token ids, int64 [L]; pieces of ``limit`` input positions are sequences of their own."""
+    pieces = [
+        document[start : start + limit + 1] for document in documents for start in range(0, len(document) - 1, limit)
+    ]
+    return of_sequences(parameters, shape, [(piece[:-1], piece[1:]) for piece in pieces])
 
-    ``documents`` hold token ids, int64 [L]; pieces of ``limit`` input positions are sequences of their own.
+
+def of_sequences(
+    parameters: Mapping[str, Tensor], shape: ModelShape, sequences: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[float, int, dict[str, Tensor]]:
+    """Sum of token losses over all sequences, number of targets, and the sum's gradient per parameter.
+
+    A sequence is its inputs and its labels, both int64 [n]; a label of -100 is no target.
     """
     leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
     total, targets = 0.0, 0
-    for document in documents:
-        for start in range(0, len(document) - 1, limit):
-            piece = document[start : start + limit + 1]
-            loss = _forward(leaves, shape, piece[:-1], piece[1:])
-            loss.backward()
-            total += float(loss.detach())
-            targets += len(piece) - 1
+    for inputs, labels in sequences:
+        loss = _forward(leaves, shape, inputs, labels)
+        loss.backward()
+        total += float(loss.detach())
+        targets += int((labels != -100).sum())
     return total, targets, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hotspa_megatron.hooks.conversations import BYTE_VOCABULARY
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 
@@ -38,7 +39,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--multi-latent-attention", _is_set("multi_latent_attention"), "is not supported yet"),
     Refusal("--mtp-num-layers", _is_set("mtp_num_layers"), "multi-token prediction keeps one strategy's groups"),
     Refusal("--heterogeneous-layers-config-path", _is_set("heterogeneous_layers_config_path"), "is not supported yet"),
-    Refusal("--sft", _is_set("sft"), "conversations are not supported yet"),
     Refusal("--fim-data", _is_set("fim_data"), "rewrites documents when it draws them, so lengths are unknown beforehand"),
     Refusal("--dataloader-type", lambda args: getattr(args, "dataloader_type", None) == "external",
             "external: the samples' lengths cannot be known; use single or cyclic"),
@@ -104,6 +104,23 @@ def check_megatron_samples(args: Any) -> None:
         )
     if args.dataloader_type != "single":
         raise ValueError(f"samples: megatron follows --dataloader-type single, not {args.dataloader_type}")
+
+
+def check_conversations(args: Any, *, samples: str) -> None:
+    """Raise ValueError for what --sft cannot go with."""
+    if samples == "megatron":
+        raise ValueError(
+            "samples: megatron cuts documents as GPTDataset draws them; --sft has conversations: remove one"
+        )
+    if args.mock_data:
+        raise ValueError("--mock-data: there are no mock conversations; give --data-path with --sft")
+    if args.tokenizer_type == "NullTokenizer":
+        end = getattr(args, "null_tokenizer_eod_id", None)
+        if args.vocab_size < BYTE_VOCABULARY or (end is not None and end < BYTE_VOCABULARY - 1):
+            raise ValueError(
+                f"--vocab-size {args.vocab_size}: NullTokenizer tokenises conversations by bytes, which takes at least "
+                f"{BYTE_VOCABULARY} ids, the last of them, or a later one, as end of document"
+            )
 
 
 def shape_of(args: Any) -> ModelShape:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from hotspa_megatron.config import ResolvedConfig, load_config, resolve
 from hotspa_megatron.hooks import arguments, compat, get_batch
+from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.data import StepLoader
 from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunner, count_work
 from hotspa_megatron.hooks.model import build_guest, builder_for, read_home
@@ -181,6 +182,9 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             # Again, now that defaults and the tokenizer are known.
             arguments.check_flags(args)
             config = load_config(args.hotspa_config)
+            if args.sft:
+                arguments.check_conversations(args, samples=config.samples)
+                config.overlong_for_conversations()
             if config.samples == "megatron":
                 arguments.check_megatron_samples(args)
             resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
@@ -190,6 +194,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         session = Session(args, resolved)
         if args.transformer_impl == "local":
             _replace_local_modules()
+        if args.sft:
+            _replace_reading_of_conversations(args)
         with recording_groups(session.pool):
             result = original(*positional, **options)
         _compare_configurations(session)
@@ -254,6 +260,20 @@ def _replace_local_modules() -> None:
     _patches.set(backends, "DotProductAttention", Attention)
     _patches.set(gpt, "MCoreDotProductAttention", Attention)
     _patches.set(torch_norm.WrappedTorchNorm, "__new__", norm(torch_norm.WrappedTorchNorm.__new__))
+
+
+def _replace_reading_of_conversations(args: Any) -> None:
+    """Lines without the package `datasets`, and bytes for the tokenizer that has no text."""
+    from megatron.core.tokenizers.text.text_tokenizer import MegatronTokenizerText
+    from megatron.training.datasets import sft_dataset
+
+    count_prompts = counts_prompts(args.sft_tokenizer_prompt_format)
+    _patches.set(sft_dataset, "SFTLowLevelDataset", ConversationFile)
+    _patches.wrap(
+        MegatronTokenizerText,
+        "tokenize_conversation",
+        functools.partial(speaking_bytes, count_prompts=count_prompts),
+    )
 
 
 def _build_guests_after(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -331,6 +351,11 @@ def _loader(session: Session, train: Any) -> StepLoader:
 
 def _samples(session: Session, train: Any) -> Samples:
     args, config = session.args, session.resolved.config
+    if args.sft:
+        return conversations_from(
+            train, prompt_format=args.sft_tokenizer_prompt_format, seed=args.seed, seq_length=args.seq_length,
+            overlong=config.overlong_for_conversations(), log=_say,
+        )  # fmt: skip
     if config.samples == "megatron":
         return MegatronSamples(train, seq_length=args.seq_length)
     return Documents(corpus_from(train), seed=args.seed, seq_length=args.seq_length, overlong=config.overlong)

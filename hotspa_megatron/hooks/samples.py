@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -144,30 +144,36 @@ class Corpus:
         return over, sum(len(source.lengths) for source in self.sources)
 
 
-def members_of(dataset: Any) -> tuple[list[Any], list[float]]:
-    """The GPT datasets inside what the user's provider returned for training, and their weights in the blend.
+def members_of(dataset: Any, kinds: Sequence[type], *, what: str) -> tuple[list[Any], list[float]]:
+    """The datasets inside what the user's provider returned for training, and their weights in the blend.
 
-    Raises ValueError, naming the class, for anything but Megatron's GPTDataset, MockGPTDataset and blends of them: a
-    class that draws or rewrites documents in a way of its own cannot be read past.
+    Raises ValueError, naming the class, for anything but exactly these kinds and blends of them: a class that draws or
+    rewrites documents in a way of its own cannot be read past. ``what``: what they are read as.
     """
     from megatron.core.datasets.blended_dataset import BlendedDataset
-    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 
     blended = type(dataset) is BlendedDataset
     members = list(dataset.datasets) if blended else [dataset]
     for member in members:
-        if type(member) not in (GPTDataset, MockGPTDataset):
-            kind = type(member)
+        if type(member) not in kinds:
+            kind, known = type(member), ", ".join(each.__name__ for each in kinds)
             raise ValueError(
-                f"train dataset of class {kind.__module__}.{kind.__qualname__} cannot be read as documents; "
-                "GPTDataset, MockGPTDataset and blends of them can"
+                f"train dataset of class {kind.__module__}.{kind.__qualname__} cannot be read as {what}; {known} and "
+                "blends can"
             )
     return members, [float(weight) for weight in dataset.weights] if blended else [1.0]
 
 
+def gpt_members_of(dataset: Any) -> tuple[list[Any], list[float]]:
+    """``members_of`` for documents."""
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+    return members_of(dataset, (GPTDataset, MockGPTDataset), what="documents")
+
+
 def corpus_from(dataset: Any) -> Corpus:
     """Unwrap what the user's provider returned for training to its documents. ValueError as ``members_of``."""
-    members, weights = members_of(dataset)
+    members, weights = gpt_members_of(dataset)
     sources = []
     for member in members:
         lengths = np.asarray(member.dataset.sequence_lengths)
@@ -200,9 +206,13 @@ class Documents:
         found: list[Piece] = []
         for offset, (source, document) in enumerate(self._order.samples(first, count)):
             length = int(self._corpus.sources[source].lengths[document]) - 1
-            # A document of a single token has no target: it counts as a sample and trains nothing.
-            if length >= 1:
-                found += self._cut(source, document, length, sample=first + offset)
+            if self._overlong == "error" and length > self._seq_length:
+                raise ValueError(
+                    f"sample {first + offset} (document {document} of source {source}) has {length} input positions, more "
+                    f"than --seq-length {self._seq_length}; raise --seq-length or set overlong: split, truncate or drop"
+                )
+            cut = spans(length, limit=self._seq_length, overlong=self._overlong)
+            found += [Piece(source, document, start, size) for start, size in cut]
         return found
 
     def text(self, piece: Piece) -> Text:
@@ -228,24 +238,26 @@ class Documents:
             + (f"; {empty:,} have fewer than two tokens and train nothing" if empty else "")
         )
 
-    def _cut(self, source: int, document: int, length: int, *, sample: int) -> list[Piece]:
-        limit = self._seq_length
-        if length <= limit:
-            return [Piece(source, document, 0, length)]
-        match self._overlong:
-            case "split":
-                # Pieces share one token: the last target of one is the first input of the next, so no target is lost.
-                starts = range(0, length, limit)
-                return [Piece(source, document, start, min(limit, length - start)) for start in starts]
-            case "truncate":
-                return [Piece(source, document, 0, limit)]
-            case "drop":
-                return []
-            case "error":
-                raise ValueError(
-                    f"sample {sample} (document {document} of source {source}) has {length} input positions, more than "
-                    f"--seq-length {limit}; raise --seq-length or set overlong: split, truncate or drop"
-                )
+
+def spans(length: int, *, limit: int, overlong: Overlong) -> list[tuple[int, int]]:
+    """(start, length) of the sequences that ``length`` input positions become; what is an ``error`` does not get here.
+
+    A document of a single token has no input position: it counts as a sample and trains nothing.
+    """
+    if length < 1:
+        return []
+    if length <= limit:
+        return [(0, length)]
+    match overlong:
+        case "split":
+            # Pieces share one token: the last target of one is the first input of the next, so no target is lost.
+            return [(start, min(limit, length - start)) for start in range(0, length, limit)]
+        case "truncate":
+            return [(0, limit)]
+        case "drop":
+            return []
+        case "error":
+            raise AssertionError(f"{length} input positions came past the check for more than {limit}")
 
 
 def masked(tokens: NDArray[np.int64], *, masked_token: int | None, pad_token: int) -> Text:
@@ -273,7 +285,7 @@ class MegatronSamples:
 
     def __init__(self, dataset: Any, *, seq_length: int) -> None:
         """Raises ValueError, naming the class, for anything but GPTDataset, MockGPTDataset and blends of them."""
-        self._members, _ = members_of(dataset)
+        self._members, _ = gpt_members_of(dataset)
         self._dataset = dataset
         self._seq_length = seq_length
         config = self._members[0].config
@@ -336,10 +348,30 @@ def check_data_files(args: Any) -> None:
         blend, per_split = get_blend_and_blend_per_split(args)
     except OSError as error:
         raise ValueError(f"{error.filename}: {error.strerror}") from None
-    for paths, _ in (each for each in (blend, *(per_split or ())) if each is not None):
+    conversations = args.sft
+    for paths, weights in (each for each in (blend, *(per_split or ())) if each is not None):
+        if conversations and weights is None and len(paths) > 1:
+            raise ValueError(
+                f"--data-path: {len(paths)} files of conversations without weights; Megatron blends them by weights alone: "
+                "write 0.5 A 0.5 B"
+            )
         for path in paths:
-            if not is_object_storage_path(path):
+            if is_object_storage_path(path):
+                continue
+            if conversations:
+                _check_readable(path)
+            else:
                 check_index(path)
+
+
+def _check_readable(path: str) -> None:
+    try:
+        with open(path, "rb") as file:
+            empty = not file.read(1)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    if empty:
+        raise ValueError(f"{path}: the file is empty")
 
 
 def check_index(prefix: str) -> None:
