@@ -10,7 +10,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, Final, NoReturn
+
+_SCRIPT_VARIABLE: Final = "HOTSPA_SCRIPT"
+"""Environment variable by which processes that the script spawns find it."""
 
 _USAGE = """\
 usage: python -m hotspa_megatron.launch SCRIPT [ARGS ...] [--hotspa-config FILE]
@@ -55,15 +58,25 @@ def main() -> None:
     except ValueError as error:
         _fail(str(error))
     sys.argv = sys.argv[1:]
+    os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     sys.path.insert(0, str(script.resolve().parent))
     # In this very __main__, not through runpy: processes that the script spawns import __main__ again, and so get
-    # what `_prepare` does below.
-    namespace = sys.modules["__main__"].__dict__
-    namespace["__file__"] = str(script)
-    exec(compile(script.read_text(), str(script), "exec"), namespace)
+    # what `_prepare` does below, and then the script's own names, which they unpickle by.
+    _execute(script, sys.modules["__main__"].__dict__)
+
+
+def _execute(script: Path, namespace: dict[str, Any]) -> None:
+    """Run ``script`` as the module of ``namespace``, with none of our names and none of our __future__ imports."""
+    for name in [name for name in namespace if not name.startswith("__")]:
+        del namespace[name]
+    namespace.update(__file__=str(script), __doc__=None, __package__=None)
+    namespace.pop("__annotations__", None)
+    exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), namespace)
 
 
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":
     _prepare()
+    # multiprocessing puts this file's name into sys.argv[0] meanwhile, so the script's comes by the environment.
+    _execute(Path(os.environ[_SCRIPT_VARIABLE]), globals())

@@ -249,3 +249,31 @@ def test_torchrun_trains_and_saves_as_the_tests_ranks_do(tmp_path: Path) -> None
     # Megatron prints the mean of the first two as the second.
     assert printed_losses(output[-1]) == [round(loss, 6) for loss in (losses[0], sum(losses[:2]) / 2, losses[2])]
     assert "hotspa: no CUDA device is visible" in output[0] and "no CUDA device" not in output[1]
+
+
+def test_a_script_is_run_as_it_would_be_alone(tmp_path: Path) -> None:
+    """Nothing of the launcher's own module shows, and processes that the script spawns find the script's functions."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import dataclasses, multiprocessing, sys
+
+@dataclasses.dataclass
+class Annotated:
+    field: int
+
+def child(queue):
+    queue.put(("child", __name__))
+
+if __name__ == "__main__":
+    shown = sorted(name for name in globals() if not name.startswith("__"))
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(queue,))
+    process.start(); process.join()
+    print([each.type for each in dataclasses.fields(Annotated)], shown, __doc__, sys.argv[1:], queue.get(), process.exitcode)
+"""
+    )
+    launched = run_module("hotspa_megatron.launch", str(script), "a", "b")
+    names = ["Annotated", "child", "dataclasses", "multiprocessing", "sys"]
+    expected = f"[<class 'int'>] {names} None ['a', 'b'] ('child', '__mp_main__') 0"
+    assert launched.stdout.splitlines()[-1] == expected, launched.stderr

@@ -65,14 +65,26 @@ def test_a_document_without_a_target_counts_as_a_sample_and_trains_nothing() -> 
     assert documents((1, 1, 1)).pieces(0, 7) == []
 
 
-def test_token_shares_become_document_shares() -> None:
+@pytest.mark.parametrize("overlong", ["split", "truncate", "drop"])
+def test_token_shares_are_shares_of_what_is_trained(overlong: Any) -> None:
+    lengths = (np.full(500, 11), np.tile([101, 1001], 50))
+    sources = tuple(Source(_Memory(), np.arange(len(n)), n.astype(np.int64), -1) for n in lengths)
+    corpus_of_two = Corpus(sources, (0.5, 0.5), None)
+    samples = Documents(corpus_of_two, seed=1, seq_length=200, overlong=overlong)
+    pieces = samples.pieces(0, 50_000)
+    tokens = [sum(piece.length for piece in pieces if piece.source == source) for source in (0, 1)]
+    assert abs(tokens[0] / sum(tokens) - 0.5) < 0.02
+    # So is the line that says how many tokens a step holds.
+    assert abs(sum(tokens) / 50_000 / corpus_of_two.mean_length(200, overlong) - 1) < 0.02
+
+
+def test_a_source_that_would_train_nothing_is_refused() -> None:
     sources = tuple(
-        Source(_Memory(), np.arange(n), np.full(n, length, np.int64), -1) for n, length in ((100, 10), (100, 1000))
+        Source(_Memory(), np.arange(5), np.full(5, length, np.int64), -1, name=f"source-{length}")
+        for length in (11, 1001)
     )
-    samples = Documents(Corpus(sources, (0.5, 0.5), None), seed=1, seq_length=2000, overlong="split")
-    pieces = samples.pieces(0, 10100)
-    tokens = [sum(piece.length + 1 for piece in pieces if piece.source == source) for source in (0, 1)]
-    assert abs(tokens[0] / sum(tokens) - 0.5) < 0.01
+    with pytest.raises(ValueError, match="source-1001: no document has a target within --seq-length 200"):
+        Documents(Corpus(sources, (0.5, 0.5), None), seed=1, seq_length=200, overlong="drop")
 
 
 def test_masking_follows_the_inputs_and_the_padding() -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 from hotspa_megatron import launch
 from hotspa_megatron.runtime.executor import PendingReshard
 
-_finish = PendingReshard.finish
 
+def drop_folds() -> None:
+    """Let switches finish and folds not."""
+    finish = PendingReshard.finish
 
-def _finish_switches_only(self: PendingReshard) -> None:
-    if not self._accumulate:
-        _finish(self)
+    def finish_switches_only(self: PendingReshard) -> None:
+        if not self._accumulate:
+            finish(self)
+
+    PendingReshard.finish = finish_switches_only  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    PendingReshard.finish = _finish_switches_only  # type: ignore[method-assign]
+    drop_folds()
     launch.main()

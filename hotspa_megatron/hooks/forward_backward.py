@@ -29,6 +29,7 @@ from hotspa_megatron.hooks.model import (
     home_modules_under,
     local_tensors,
     owned_gradients,
+    packed_only,
 )
 from hotspa_megatron.hooks.parallel_state import ParallelStates, random_state_of
 from hotspa_megatron.planning.reshard_plan import ReshardPlan, plan_reshard
@@ -210,15 +211,23 @@ class StepRunner:
         with contextlib.ExitStack() as stack:
             state = stack.enter_context(self._states.activate(strategy))
             stack.enter_context(_schedule_hooks_off(config, home_config))
+            # A replica without micro-batches runs no schedule: its peers must not wait for the whole world in a timer.
+            stack.enter_context(_replaced(config, barrier_with_L1_time=False))
             if segment.kind is Kind.SIBLING and state is not home:
                 stack.enter_context(home_modules_under(self._model, home, state))
-            if segment.kind is not Kind.HOME:
-                stack.enter_context(
-                    random_state_of(
-                        strategy, rank=self._rank, seed=self._args.seed,
-                        iteration=getattr(self._args, "curr_iteration", None) or 0, segment=position,
-                    )
-                )  # fmt: skip
+            # Home's, too: its replicas draw unequally often, and a checkpoint holds the generators of the first one only.
+            stack.enter_context(
+                random_state_of(
+                    strategy,
+                    rank=self._rank,
+                    seed=self._args.seed,
+                    iteration=getattr(self._args, "curr_iteration", None) or 0,
+                    segment=position,
+                )
+            )
+            stack.enter_context(
+                packed_only(self._guests[strategy].model if segment.kind is Kind.GUEST else self._model)
+            )
             get_batch.mark_segment(True)
             try:
                 yield
@@ -537,7 +546,7 @@ class StepLog:
     """Writes one JSON object per step to a file, on the rank that has it open."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("w", buffering=1)
+        self._file = path.open("a", buffering=1)
 
     def write(self, iteration: int, step: Step, planner: StepPlanner, record: StepRecord, seconds: float) -> None:
         total, tokens = next(iter(record.losses.values()), (0.0, 0.0))

@@ -65,14 +65,32 @@ _ALWAYS_NEEDED = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 def unwrapped(forward_step: Callable[..., Any]) -> Any:
-    """The plain function inside partials and decorators."""
+    """The plain function inside partials, decorators, bound methods and callable objects."""
     while True:
         if isinstance(forward_step, functools.partial):
             forward_step = forward_step.func
         elif hasattr(forward_step, "__wrapped__"):
             forward_step = forward_step.__wrapped__
+        elif hasattr(forward_step, "__func__"):
+            forward_step = forward_step.__func__
+        elif not hasattr(forward_step, "__code__") and hasattr(type(forward_step).__call__, "__code__"):
+            forward_step = type(forward_step).__call__
         else:
             return forward_step
+
+
+def check(forward_step: Callable[..., Any], *, adapter: str | None) -> None:
+    """Raise ValueError, before anything is built, where ``serve`` could not."""
+    function = unwrapped(forward_step)
+    if "get_batch" not in getattr(function, "__globals__", {}):
+        raise ValueError(
+            f"forward_step {getattr(function, '__qualname__', repr(forward_step))}: its module has no function get_batch "
+            "to take over; pass a plain function that calls get_batch(data_iterator) of its own module"
+        )
+    if adapter is not None:
+        _named_function(adapter)
+    else:
+        contract_of(forward_step)
 
 
 def contract_of(forward_step: Callable[..., Any]) -> tuple[str, ...]:
@@ -81,10 +99,8 @@ def contract_of(forward_step: Callable[..., Any]) -> tuple[str, ...]:
     Raises ValueError, with file and line, where they cannot be read or are not Megatron's.
     """
     function = unwrapped(forward_step)
-    code = getattr(function, "__code__", None)
-    where = f"{code.co_filename}:{code.co_firstlineno}: {function.__name__}" if code else repr(forward_step)
-    if code is None or "get_batch" not in function.__globals__:
-        raise ValueError(f"{where}: its module has no function get_batch to take over; {_FIX}")
+    code = function.__code__
+    where = f"{code.co_filename}:{code.co_firstlineno}: {function.__name__}"
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError) as error:
@@ -125,10 +141,8 @@ def serve(forward_step: Callable[..., Any], patches: Patches, *, adapter: str | 
     ``adapter``: "pkg.mod:function" of the configuration, a function from our MicroBatch to what ``forward_step``
     expects of ``get_batch``; None reads the contract from the source. Raises ValueError where neither serves.
     """
-    module = getattr(unwrapped(forward_step), "__globals__", None)
-    if module is None or "get_batch" not in module:
-        contract_of(forward_step)  # says what is missing
-        raise AssertionError("contract_of accepts only functions with a get_batch")
+    check(forward_step, adapter=adapter)
+    module = unwrapped(forward_step).__globals__
     original = module["get_batch"]
     if hasattr(original, "serves_hotspa"):
         return

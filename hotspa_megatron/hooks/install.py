@@ -55,11 +55,15 @@ def install() -> None:
     if _patches.replaced:
         return
     compat.check_version()
+    import megatron.training
     from megatron.training import arguments as megatron_arguments
     from megatron.training import training
 
     _patches.wrap(megatron_arguments, "add_megatron_arguments", _add_flag)
     _patches.wrap(megatron_arguments, "validate_args", _check_flags_first)
+    _patches.wrap(training, "pretrain", _check_forward_step_first)
+    # Scripts import it from the package, which took its own reference.
+    _patches.set(megatron.training, "pretrain", training.pretrain)
     _patches.wrap(training, "initialize_megatron", _plan_before_and_create_groups_after)
     _patches.wrap(training, "setup_model_and_optimizer", _build_guests_after)
     _patches.wrap(training, "build_train_valid_test_data_iterators", _read_documents_on_every_rank)
@@ -167,6 +171,25 @@ def _check_flags_first(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(args, *rest, **options)
 
     return validate_args
+
+
+def _check_forward_step_first(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def pretrain(*positional: Any, **options: Any) -> Any:
+        from megatron.training import global_vars
+
+        args = global_vars._GLOBAL_ARGS  # get_args() would insist on them, and older versions parse inside
+        if getattr(args, "hotspa_config", None):
+            forward_step = signature.bind(*positional, **options).arguments["forward_step_func"]
+            try:
+                get_batch.check(forward_step, adapter=load_config(args.hotspa_config).get_batch)
+            except ValueError as error:
+                _refuse(error)
+        return original(*positional, **options)
+
+    return pretrain
 
 
 def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callable[..., Any]:

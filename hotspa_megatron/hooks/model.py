@@ -302,6 +302,26 @@ def _set_sizes(transformer: Any, state: ParallelState) -> None:
             setattr(transformer, name, False if isinstance(getattr(transformer, name), bool) else None)
 
 
+@contextlib.contextmanager
+def packed_only(model: Sequence[Any]) -> Iterator[None]:
+    """Refuse a forward that is not told where the sequences of a pack begin: they would see each other."""
+
+    def check(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+        given = [*positional, *named.values()]
+        if not any(getattr(value, "qkv_format", None) == "thd" for value in given):
+            raise ValueError(
+                "forward_step calls the model without packed_seq_params, so the sequences of a pack would see each "
+                "other; build them from cu_seqlens and pass packed_seq_params=..., as Megatron's own forward_step does"
+            )
+
+    handles = [chunk.register_forward_pre_hook(check, with_kwargs=True) for chunk in chunks_of(model)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 # ------------------------------------------------------------------------------------------------------------ siblings
 
 

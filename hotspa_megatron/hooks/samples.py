@@ -122,17 +122,38 @@ class Corpus:
     token_shares: tuple[float, ...]
     masked_token: int | None
 
-    def mean_length(self, limit: int | None = None) -> float:
-        """Mean input positions of a sample (a document of L tokens has L - 1), each at most ``limit``."""
+    def trained(self, limit: int, overlong: Overlong) -> list[NDArray[np.int64]]:
+        """Input positions that each document of each source trains (a document of L tokens has L - 1)."""
         inputs = [np.maximum(source.lengths - 1, 0) for source in self.sources]
-        capped = [each if limit is None else np.minimum(each, limit) for each in inputs]
-        shares = self.document_shares()
-        return float(sum(share * each.mean() for share, each in zip(shares, capped, strict=True)) / sum(shares))
+        match overlong:
+            case "truncate":
+                return [np.minimum(each, limit) for each in inputs]
+            case "drop":
+                return [np.where(each <= limit, each, 0) for each in inputs]
+            case _:
+                return inputs
 
-    def document_shares(self) -> list[float]:
-        """Shares of documents that give ``token_shares`` of tokens, on any scale."""
-        pairs = zip(self.token_shares, self.sources, strict=True)
-        return [share / max(float(source.lengths.mean()), 1.0) for share, source in pairs]
+    def mean_length(self, limit: int, overlong: Overlong) -> float:
+        """Mean input positions that a sample trains."""
+        shares = self.document_shares(limit, overlong)
+        means = [float(each.mean()) for each in self.trained(limit, overlong)]
+        return sum(share * mean for share, mean in zip(shares, means, strict=True)) / sum(shares)
+
+    def document_shares(self, limit: int, overlong: Overlong) -> list[float]:
+        """Shares of documents that give ``token_shares`` of trained tokens, on any scale.
+
+        Raises ValueError for a source of a blend that would train nothing.
+        """
+        if len(self.sources) == 1:
+            return [1.0]
+        means = [float(each.mean()) for each in self.trained(limit, overlong)]
+        for source, mean in zip(self.sources, means, strict=True):
+            if not mean:
+                raise ValueError(
+                    f"{source.name}: no document has a target within --seq-length {limit} under overlong: {overlong}; "
+                    "take it out of the blend or choose another rule"
+                )
+        return [share / mean for share, mean in zip(self.token_shares, means, strict=True)]
 
     def without_target(self) -> int:
         """Documents of fewer than two tokens."""
@@ -197,7 +218,9 @@ class Documents:
 
     def __init__(self, corpus: Corpus, *, seed: int, seq_length: int, overlong: Overlong) -> None:
         self._corpus = corpus
-        self._order = SampleOrder([len(s.lengths) for s in corpus.sources], corpus.document_shares(), seed)
+        self._order = SampleOrder(
+            [len(s.lengths) for s in corpus.sources], corpus.document_shares(seq_length, overlong), seed
+        )
         self._seq_length = seq_length
         self._overlong = overlong
 
@@ -225,7 +248,7 @@ class Documents:
         return f"document {source.indices[piece.document]} of {source.name}"
 
     def describe(self, global_batch_size: int) -> str:
-        mean = self._corpus.mean_length()
+        mean = self._corpus.mean_length(self._seq_length, self._overlong)
         stock = global_batch_size * self._seq_length
         same = max(1, math.ceil(stock / max(mean, 1.0)))
         over, documents = self._corpus.longer_than(self._seq_length)
