@@ -378,7 +378,8 @@ class StepRunner:
         share = home.dp * home.cp
         return [
             {
-                key: torch.tensor([total / share, tokens / share], dtype=torch.float64).cuda()
+                # Without a valid token the loss is 0 of something, not 0 / 0.
+                key: torch.tensor([total / share, (tokens or 1.0) / share], dtype=torch.float64).cuda()
                 for key, (total, tokens) in totals.items()
             }
         ]
