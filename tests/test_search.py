@@ -84,6 +84,18 @@ def test_slow_links_make_guests_pay() -> None:
     assert planned.gain > 1.1
 
 
+def test_guests_are_chosen_where_context_parallelism_is_not_available() -> None:
+    batches = [WIKIPEDIA.limited(32768).sample(512, seed=step) for step in range(2)]
+    shape = KNOWN_MODELS["llama-32b"]
+    planned = plan_batches(batches, shape=shape, hardware=A800, world_size=32, max_tp=16, max_cp=1, recompute=(0.0,))
+    check(planned, batches, Models(shape, A800, 32))
+    home = planned.home.execution.strategy
+    guests = [choice for choice in planned.groups if not choice.execution.strategy.same_layout(home)]
+    assert guests and planned.time.switch > 0 and planned.time.fold > 0 and planned.gain > 1.1
+    assert planned.time.switch + planned.time.fold < 0.03 * planned.time.total
+    assert all(choice.execution.strategy.cp == 1 for choice in planned.groups)
+
+
 def test_equally_long_sequences_want_one_strategy() -> None:
     shape = replace(SEVEN, seq_length=4096)
     planned = plan_batches([np.full(64, 4096)], shape=shape, hardware=A800, world_size=8)

@@ -64,6 +64,7 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
         help="let strategies differ in recomputation, which this version does not run: shows what it would bring",
     )
     parser.add_argument("--max-tp", metavar="N", help="largest tp (default: the GPUs of a node)")
+    parser.add_argument("--max-cp", metavar="N", help="largest cp; 1 where context parallelism is not available")
     parser.add_argument("--json", action="store_true", help="print JSON; seconds, bytes, tokens")
     parser.add_argument("--plot", metavar="FILE", help="draw step time and memory to FILE; needs matplotlib")
     parser.set_defaults(run=run)
@@ -84,6 +85,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         home=described.line.home if arguments.keep_home else None,
         recompute=RECOMPUTE_SHARES if arguments.vary_recompute else (described.recompute,),
         max_tp=described_run.whole("--max-tp", arguments.max_tp) if arguments.max_tp else None,
+        max_cp=described_run.whole("--max-cp", arguments.max_cp) if arguments.max_cp else None,
         optimizer_bytes=described.optimizer_bytes,
     )
     text = as_yaml(planned, described)

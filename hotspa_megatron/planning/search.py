@@ -102,6 +102,7 @@ def plan_strategies(
     recompute: Sequence[float] = RECOMPUTE_SHARES,
     vpp: Sequence[int] = (1,),
     max_tp: int | None = None,
+    max_cp: int | None = None,
     optimizer_bytes: int = ADAM_BYTES,
     steps: int = 2,
     seed: int = 0,
@@ -122,7 +123,8 @@ def plan_strategies(
     32768
 
     ``home``: keep to this one, and take the static run under it as the baseline; None: choose, among all. ``recompute`` and
-    ``vpp``: what may be chosen for each strategy. ``max_tp``: the GPUs of a node unless given. ``steps`` mini-batches of
+    ``vpp``: what may be chosen for each strategy. ``max_tp``: the GPUs of a node unless given. ``max_cp``: 1
+    where context parallelism is not available. ``steps`` mini-batches of
     ``sequences_per_step`` are drawn with ``seed`` and looked at. Raises ValueError where nothing fits, with the reason.
     """
     fitting = histogram.limited(shape.seq_length, "split")
@@ -136,6 +138,7 @@ def plan_strategies(
         recompute=recompute,
         vpp=vpp,
         max_tp=max_tp,
+        max_cp=max_cp,
         optimizer_bytes=optimizer_bytes,
     )
 
@@ -150,6 +153,7 @@ def plan_batches(
     recompute: Sequence[float] = RECOMPUTE_SHARES,
     vpp: Sequence[int] = (1,),
     max_tp: int | None = None,
+    max_cp: int | None = None,
     optimizer_bytes: int = ADAM_BYTES,
 ) -> PlannedRun:
     """``plan_strategies`` for given mini-batches: lengths in tokens, none above ``shape.seq_length``."""
@@ -159,10 +163,13 @@ def plan_batches(
         max_tp=min(hardware.gpus_per_node, world_size) if max_tp is None else max_tp,
         recompute=recompute,
         vpp=vpp,
+        max_cp=max_cp,
     )
     if home is not None:
         uneven = [
-            Execution(strategy=replace_axes(home, cp), recompute=share) for cp in _cps(home) for share in recompute
+            Execution(strategy=replace_axes(home, cp), recompute=share)
+            for cp in _cps(home, max_cp)
+            for share in recompute
         ]
         executions = tuple(sorted({*executions, *uneven}))
     models = Models(shape, hardware, world_size, home=home, optimizer_bytes=optimizer_bytes)
@@ -174,9 +181,11 @@ def replace_axes(strategy: Strategy, cp: int) -> Strategy:
     return Strategy.from_world(strategy.world_size, tp=strategy.tp, cp=cp, pp=strategy.pp)
 
 
-def _cps(home: Strategy) -> list[int]:
+def _cps(home: Strategy, max_cp: int | None) -> list[int]:
+    """The cp of home's siblings, home's own among them."""
     replicas = home.dp * home.cp
-    return [cp for cp in range(1, replicas + 1) if replicas % cp == 0 and (cp <= home.cp or cp % home.cp == 0)]
+    most = replicas if max_cp is None else max(max_cp, home.cp)
+    return [cp for cp in range(1, most + 1) if replicas % cp == 0]
 
 
 class Models:
