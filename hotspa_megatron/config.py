@@ -35,7 +35,7 @@ __all__ = [
 Overlong: TypeAlias = Literal["split", "error", "truncate", "drop"]
 Samples: TypeAlias = Literal["documents", "megatron"]
 
-_TOP_KEYS: Final = ("strategies", "home", "samples", "overlong", "check_plans", "get_batch")
+_TOP_KEYS: Final = ("strategies", "home", "samples", "overlong", "mock_lengths", "check_plans", "get_batch")
 _STRATEGY_KEYS: Final = ("max_length", "tp", "cp", "pp", "tokens_per_microbatch")
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _NOT_YET: Final = "is not available in this version; remove it"
@@ -95,6 +95,8 @@ class HotSPaConfig:
     home_tokens_per_microbatch: int | None = None
     samples: Samples = "documents"
     overlong: Overlong = "split"
+    mock_lengths: str | None = None
+    """Lengths of --mock-data, as ``LengthHistogram.named`` reads them; None leaves them to Megatron."""
     check_plans: bool = True
     get_batch: str | None = None
     home_line: int = field(default=1, compare=False)
@@ -127,6 +129,7 @@ class HotSPaConfig:
             "home_tokens_per_microbatch": self.home_tokens_per_microbatch,
             "samples": self.samples,
             "overlong": self.overlong,
+            "mock_lengths": self.mock_lengths,
             "check_plans": self.check_plans,
             "get_batch": self.get_batch,
         }
@@ -178,6 +181,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         home_tokens_per_microbatch=None if budget is None else budget.integer(),
         samples=_samples(top["samples"]) if "samples" in top else "documents",
         overlong=_overlong(top["overlong"]) if "overlong" in top else "split",
+        mock_lengths=_mock_lengths(top["mock_lengths"]) if "mock_lengths" in top else None,
         check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
         home_line=document.line if budget is None else budget.line,
@@ -234,6 +238,19 @@ def _samples(value: Value) -> Samples:
 def _overlong(value: Value) -> Overlong:
     names: Sequence[Overlong] = get_args(Overlong)
     return value.choice(names)
+
+
+def _mock_lengths(value: Value) -> str | None:
+    text = value.text()
+    if text is not None:
+        # Here, because it needs numpy, which a configuration without the key does without.
+        from hotspa_megatron.planning.lengths import LengthHistogram
+
+        try:
+            LengthHistogram.named(text)
+        except ValueError as error:
+            raise value.error(str(error)) from None
+    return text
 
 
 def _get_batch(value: Value) -> str | None:

@@ -348,7 +348,7 @@ def test_what_is_said_at_the_start_counts_the_split(tmp_path: Path) -> None:
     assert source.lengths().tolist() == [2, 29, 10, 3]
     samples = Conversations([source], [1.0], seed=1, seq_length=20, overlong="drop")
     line = samples.describe(16)
-    assert "16 of them are 352 tokens per step on average (mean 22)" in line
+    assert "16 of them are 120 tokens per step on average (mean 8)" in line
     assert "1 of 4 conversations are longer than --seq-length 20 (overlong: drop)" in line
 
 

@@ -1,4 +1,4 @@
-"""Samples: documents as they stand in the index, and Megatron's own samples, cut at document ends."""
+"""Samples: documents as they stand in the index, Megatron's own samples, cut at document ends, and mock documents."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hotspa_megatron.config import ConfigError, load_config
 from hotspa_megatron.hooks.samples import Corpus, Documents, Piece, Source, masked
+from hotspa_megatron.planning.lengths import LengthHistogram
 from tests.spawn import run_ranks
-from tests.test_training import SHARDED, assert_equal
+from tests.test_data_faults import refusal
+from tests.test_training import SHARDED, assert_equal, strategies_of
 from tests.training import GROUPED_QUERIES, Job, arguments, corpus, import_megatron, train
 
 RESET = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
@@ -169,3 +172,87 @@ def test_documents_are_not_what_stock_megatron_trains_on() -> None:
     stock, other = train(Job((*line, SHARDED), None)), train(Job((*line, SHARDED), "strategies: []"))
     with pytest.raises(AssertionError):
         assert_equal("documents", other, stock, (stock, stock))
+
+
+# ------------------------------------------------------------------------------------------------------ mock documents
+
+LOGNORMAL = "lognormal:mean=60,sigma=1,max=400"
+
+
+def test_mock_documents_have_the_lengths_that_are_named_and_megatrons_tokens() -> None:
+    run_ranks(_compare_mock_documents, 1, prepare=import_megatron)
+
+
+def _compare_mock_documents(rank: int, world_size: int) -> None:
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    from hotspa_megatron.hooks.samples import corpus_from
+
+    def built(seed: int) -> Any:
+        tokenizer = MegatronTokenizer.from_pretrained(metadata_path={"library": "null-text"}, vocab_size=50)
+        config = GPTDatasetConfig(
+            random_seed=seed, sequence_length=64, split="90,10,0", tokenizer=tokenizer, reset_position_ids=False,
+            reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
+        )  # fmt: skip
+        return BlendedMegatronDatasetBuilder(MockGPTDataset, [1, 1, 1], lambda: True, config).build()[0]
+
+    named = LengthHistogram.named(LOGNORMAL)
+    dataset = built(seed=1)
+    before = dataset.dataset.sequence_lengths.copy()
+    (stock,), (source,) = corpus_from(dataset).sources, corpus_from(dataset, mock_lengths=named).sources
+    assert stock.lengths.max() == 4095 and len(source.lengths) == len(stock.lengths)
+    drawn = LengthHistogram.of(source.lengths - 1)
+    for share in (0.1, 0.5, 0.9, 1.0):
+        assert abs(drawn.quantile(share) - named.quantile(share)) <= 0.02 * named.quantile(share) + 1
+    for document in range(200):
+        length = int(source.lengths[document])
+        # What Megatron makes of a document of its own that has this length.
+        twin = int(np.flatnonzero(dataset.dataset.sequence_lengths == length)[0])
+        assert source.tokens(document, 0, length).tolist() == dataset.dataset[twin].tolist()
+        assert source.tokens(document, 1, length - 1).tolist() == dataset.dataset[twin][1:].tolist()
+    # Evaluation reads the provider's own data set, whose index was built over its own lengths.
+    assert (dataset.dataset.sequence_lengths == before).all()
+    (again,), (other,) = (corpus_from(built(seed), mock_lengths=named).sources for seed in (1, 2))
+    assert (again.lengths == source.lengths).all() and not (other.lengths == source.lengths).all()
+
+
+def _mock_arguments(*more: str) -> tuple[str, ...]:
+    line = list(arguments("--mock-data", *more, iterations=2, batch=8))
+    at = line.index("--data-path")
+    return tuple(line[:at] + line[at + 2 :])
+
+
+def test_mock_lengths_train_and_are_refused_where_they_have_no_effect() -> None:
+    config = f"strategies: [{{max_length: 32, tp: 2}}]\nmock_lengths: {LOGNORMAL}"
+    run = train(Job(_mock_arguments(), config, ranks=2))
+    assert "8 of them are 4" in run.output and all(4 < loss < 6 for loss in run.losses)
+    assert len({step.tokens for step in run.steps}) == 2 and all(step.tokens < 8 * 400 for step in run.steps)
+    assert {kind for _, kind in strategies_of(run)} == {"guest", "home"}
+    assert "mock_lengths: is for --mock-data alone" in refusal(Job(arguments(), config, ranks=1))
+    megatron = config + "\nsamples: megatron"
+    assert "mock_lengths: has no effect on samples: megatron" in refusal(Job(_mock_arguments(), megatron, ranks=1))
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [("normal", "'normal' names no lengths"), ("lognormal:1,2", "names no lengths"), ("[1]", "a list stands where")],
+)
+def test_unknown_mock_lengths_are_refused_with_their_line(tmp_path: Path, value: str, problem: str) -> None:
+    path = tmp_path / "hotspa.yaml"
+    path.write_text(f"strategies: []\nmock_lengths: {value}\n")
+    with pytest.raises(ConfigError, match=rf"hotspa\.yaml:2: mock_lengths: .*{problem}"):
+        load_config(path)
+
+
+def test_mock_lengths_are_read_and_belong_to_the_digest(tmp_path: Path) -> None:
+    path = tmp_path / "hotspa.yaml"
+    (tmp_path / "lengths.txt").write_text("5\n7\n")
+    digests = set()
+    for value in ("null", "wikipedia", LOGNORMAL, str(tmp_path / "lengths.txt")):
+        path.write_text(f"strategies: []\nmock_lengths: {value}\n")
+        config = load_config(path)
+        assert config.mock_lengths == (None if value == "null" else value)
+        digests.add(config.digest())
+    assert len(digests) == 4

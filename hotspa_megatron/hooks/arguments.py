@@ -128,6 +128,16 @@ def check_conversations(args: Any, *, samples: str) -> None:
             )
 
 
+def check_mock_lengths(args: Any, *, samples: str) -> None:
+    """Raise ValueError where ``mock_lengths`` would have no effect."""
+    if not args.mock_data:
+        raise ValueError("mock_lengths: is for --mock-data alone, which is not given; add it or remove the key")
+    if samples == "megatron":
+        raise ValueError(
+            "mock_lengths: has no effect on samples: megatron, which are all --seq-length long; remove one"
+        )
+
+
 def shape_of(args: Any) -> ModelShape:
     """The model that Megatron's validated arguments describe."""
     heads = args.num_attention_heads

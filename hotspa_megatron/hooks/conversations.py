@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from hotspa_megatron.config import Overlong
 from hotspa_megatron.hooks import compat
-from hotspa_megatron.hooks.samples import Piece, Text, check_index, members_of, spans
+from hotspa_megatron.hooks.samples import Piece, Text, check_index, members_of, spans, trained
 from hotspa_megatron.planning.sample_order import SampleOrder
 
 Message: TypeAlias = Mapping[str, Any]
@@ -414,7 +414,10 @@ class Conversations:
 
     def describe(self, global_batch_size: int) -> str:
         lengths = [source.lengths() for source in self._sources]
-        means = [each.sum() / len(source.indices) for each, source in zip(lengths, self._sources, strict=True)]
+        means = [
+            trained(each, self._seq_length, self._overlong).sum() / len(source.indices)
+            for each, source in zip(lengths, self._sources, strict=True)
+        ]
         mean = float(sum(share * each for share, each in zip(self._shares, means, strict=True)))
         over = sum(int((each > self._seq_length).sum()) for each in lengths)
         return (

@@ -34,6 +34,7 @@ from hotspa_megatron.hooks.samples import (
     corpus_from,
     first_rank_of_every_group,
 )
+from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.step_plan import StepPlanner
 from hotspa_megatron.runtime.attention import PackedDotProductAttention, make_norm
 from hotspa_megatron.runtime.group_pool import GroupPool
@@ -208,6 +209,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             if args.sft:
                 arguments.check_conversations(args, samples=config.samples)
                 config.overlong_for_conversations()
+            if config.mock_lengths is not None:
+                arguments.check_mock_lengths(args, samples=config.samples)
             if config.samples == "megatron":
                 arguments.check_megatron_samples(args)
             resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
@@ -381,7 +384,9 @@ def _samples(session: Session, train: Any) -> Samples:
         )  # fmt: skip
     if config.samples == "megatron":
         return MegatronSamples(train, seq_length=args.seq_length)
-    return Documents(corpus_from(train), seed=args.seed, seq_length=args.seq_length, overlong=config.overlong)
+    lengths = None if config.mock_lengths is None else LengthHistogram.named(config.mock_lengths)
+    corpus = corpus_from(train, mock_lengths=lengths)
+    return Documents(corpus, seed=args.seed, seq_length=args.seq_length, overlong=config.overlong)
 
 
 def _serve_steps(original: Callable[..., Any]) -> Callable[..., Any]:

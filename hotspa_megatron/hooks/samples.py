@@ -9,6 +9,7 @@ before anything is started (``check_data_files``), tokens as they come (``Checke
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from hotspa_megatron.config import Overlong
 from hotspa_megatron.hooks.patching import Patches
-from hotspa_megatron.planning.lengths import read_index
+from hotspa_megatron.planning.lengths import LengthHistogram, read_index
 from hotspa_megatron.planning.sample_order import SampleOrder
 
 
@@ -124,14 +125,7 @@ class Corpus:
 
     def trained(self, limit: int, overlong: Overlong) -> list[NDArray[np.int64]]:
         """Input positions that each document of each source trains (a document of L tokens has L - 1)."""
-        inputs = [np.maximum(source.lengths - 1, 0) for source in self.sources]
-        match overlong:
-            case "truncate":
-                return [np.minimum(each, limit) for each in inputs]
-            case "drop":
-                return [np.where(each <= limit, each, 0) for each in inputs]
-            case _:
-                return inputs
+        return [trained(np.maximum(source.lengths - 1, 0), limit, overlong) for source in self.sources]
 
     def mean_length(self, limit: int, overlong: Overlong) -> float:
         """Mean input positions that a sample trains."""
@@ -192,22 +186,37 @@ def gpt_members_of(dataset: Any) -> tuple[list[Any], list[float]]:
     return members_of(dataset, (GPTDataset, MockGPTDataset), what="documents")
 
 
-def corpus_from(dataset: Any) -> Corpus:
-    """Unwrap what the user's provider returned for training to its documents. ValueError as ``members_of``."""
+def corpus_from(dataset: Any, *, mock_lengths: LengthHistogram | None = None) -> Corpus:
+    """Unwrap what the user's provider returned for training to its documents. ValueError as ``members_of``.
+
+    ``mock_lengths``: what to draw the input positions of mock documents from; None leaves them as they are.
+    """
     members, weights = gpt_members_of(dataset)
     sources = []
     for member in members:
-        lengths = np.asarray(member.dataset.sequence_lengths)
+        indexed = member.dataset
+        if mock_lengths is not None:
+            indexed = _mock_documents(indexed, mock_lengths, seed=member.config.random_seed)
+        lengths = np.asarray(indexed.sequence_lengths)
         indices = np.arange(len(lengths)) if member.indices is None else np.asarray(member.indices)
         sources.append(
             Source(
-                member.dataset, indices.astype(np.int64), lengths[indices].astype(np.int64), member._pad_token_id,
+                indexed, indices.astype(np.int64), lengths[indices].astype(np.int64), member._pad_token_id,
                 name=member.dataset_path or "the mock data",
             )
         )  # fmt: skip
     config = members[0].config
     eod = config.tokenizer.eod if config.eod_mask_loss else None
     return Corpus(tuple(sources), tuple(weight / sum(weights) for weight in weights), eod)
+
+
+def _mock_documents(mock: Any, lengths: LengthHistogram, *, seed: int) -> Any:
+    """Megatron's mock documents with other lengths: as many, and each what Megatron makes of its length."""
+    if lengths.longest >= np.iinfo(np.int32).max:
+        raise ValueError(f"mock_lengths: a length of {lengths.longest:,} is beyond what an index holds")
+    other = copy.copy(mock)
+    other.sequence_lengths = (lengths.sample(len(mock), seed=seed) + 1).astype(np.int32)
+    return other
 
 
 class Documents:
@@ -281,6 +290,17 @@ def spans(length: int, *, limit: int, overlong: Overlong) -> list[tuple[int, int
             return []
         case "error":
             raise AssertionError(f"{length} input positions came past the check for more than {limit}")
+
+
+def trained(inputs: NDArray[np.int64], limit: int, overlong: Overlong) -> NDArray[np.int64]:
+    """How many of so many input positions ``spans`` keeps, in all its pieces."""
+    match overlong:
+        case "truncate":
+            return np.minimum(inputs, limit)
+        case "drop":
+            return np.where(inputs <= limit, inputs, 0)
+        case _:
+            return inputs
 
 
 def masked(tokens: NDArray[np.int64], *, masked_token: int | None, pad_token: int) -> Text:
