@@ -61,6 +61,16 @@ def test_resuming_continues_the_unbroken_run_bit_for_bit(unbroken: Run, home: Ho
     )  # three different states, so the hashes say something
 
 
+def test_resuming_draws_the_same_random_numbers() -> None:
+    """With dropout: the numbers of every segment are a function of the step alone."""
+    dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
+    unbroken = run(TP2_PP2, TWO_GUESTS, *dropout, *saving("dropout"), iterations=5)
+    resumed = run(TP2_PP2, TWO_GUESTS, *dropout, *loading("dropout", 3), iterations=5)
+    assert resumed.iterations == unbroken.iterations[3:]
+    assert resumed.parameters == unbroken.parameters
+    assert resumed.losses != run(TP2_PP2, TWO_GUESTS, *loading("dropout", 3), iterations=5).losses
+
+
 def test_a_resumed_run_may_change_strategies(unbroken: Run) -> None:
     static = run(TP2_PP2, STATIC, *loading("flag", 3), iterations=6)
     assert [each.consumed_samples for each in static.iterations] == [64, 80, 96]
