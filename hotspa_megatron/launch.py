@@ -47,6 +47,8 @@ def main() -> None:
     script = Path(sys.argv[1])
     if not script.is_file():
         _fail(f"{script}: no such script; give the path of a Megatron-LM training script such as pretrain_gpt.py")
+    # First of all: a Megatron-LM checkout beside the script goes before an installed megatron-core, as without us.
+    sys.path.insert(0, str(script.resolve().parent))
     _prepare()
     from hotspa_megatron.hooks import cpu, install
 
@@ -59,7 +61,6 @@ def main() -> None:
         _fail(str(error))
     sys.argv = sys.argv[1:]
     os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
-    sys.path.insert(0, str(script.resolve().parent))
     # In this very __main__, not through runpy: processes that the script spawns import __main__ again, and so get
     # what `_prepare` does below, and then the script's own names, which they unpickle by.
     _execute(script, sys.modules["__main__"].__dict__)

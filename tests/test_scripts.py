@@ -463,3 +463,14 @@ def test_demo_runs_the_same_training_twice() -> None:
     assert command[-2] == "--hotspa-config"
     assert command[command.index("--nproc-per-node") + 1] == "4"
     assert "hotspa_megatron.launch" in command
+
+
+@pytest.mark.timeout(300)
+def test_the_cpu_example_trains_as_the_readme_says() -> None:
+    env = {**os.environ, "HOTSPA_VENV": str(Path(sys.prefix))}
+    text = (ROOT / "examples" / "cpu.sh").read_text().replace("bash scripts/setup.sh\n", "")
+    command = text.replace('cd "$(dirname "${BASH_SOURCE[0]}")/.."', f'cd "{ROOT}"')
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=240, check=False, env=env)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "hotspa: switch tp2-cp1-pp1-dp1 -> tp1-cp1-pp1-dp2" in done.stdout
+    assert "iteration        3/       3" in done.stdout

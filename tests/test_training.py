@@ -33,7 +33,6 @@ from tests.training import (
     train,
 )
 
-
 # Runs are shared: whichever test comes first waits for those that it compares with.
 pytestmark = pytest.mark.timeout(600)
 
