@@ -338,6 +338,8 @@ def _resolve_home(config: HotSPaConfig, shape: ModelShape, home: Strategy, every
 
 def _layers(shape: ModelShape, strategy: Strategy, home: Strategy) -> tuple[range, ...]:
     """Home and its siblings keep the command line's uneven split; a guest's stages are even."""
+    if strategy.same_layout(home) and shape.home_split_by_megatron:
+        return (range(0),) * strategy.pp
     if strategy.same_layout(home):
         return stage_layers(shape.num_layers, strategy.pp, shape.layers_in_first_stage, shape.layers_in_last_stage)
     return stage_layers(shape.num_layers, strategy.pp)

@@ -47,6 +47,11 @@ MIXES_OF_4 = (
     Mix((2, 1, 1), ((16, 1, 1, 2), (32, 2, 2, 1)), ("--normalization", "LayerNorm", "--add-qkv-bias", "--qk-layernorm", SP)),
     Mix((2, 1, 1), ((16, 1, 1, 1),), ("--position-embedding-type", "learned_absolute", SP)),
 )  # fmt: skip
+UNEVEN = Mix(
+    (1, 1, 4),
+    ((16, 1, 1, 1), (32, 2, 1, 2)),
+    ("--num-layers", "6", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+)
 MIXES_OF_8 = (
     Mix((2, 1, 2), ((16, 1, 1, 1), (32, 4, 1, 1)), (SP, SHARDED)),
     Mix((2, 2, 2), ((16, 1, 1, 1), (32, 4, 2, 1)), (SP, UNTIED)),
@@ -54,7 +59,7 @@ MIXES_OF_8 = (
 
 
 def test_gradients_of_every_mix_equal_the_reference() -> None:
-    for result in run_ranks(_gradient_errors, 4, MIXES_OF_4, "float64", timeout=280)[0]:
+    for result in run_ranks(_gradient_errors, 4, (*MIXES_OF_4, UNEVEN), "float64", timeout=280)[0]:
         _within(result, 1e-9)
 
 

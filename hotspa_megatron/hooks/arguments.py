@@ -163,6 +163,11 @@ def shape_of(args: Any) -> ModelShape:
         sequence_parallel=bool(args.sequence_parallel),
         layers_in_first_stage=args.decoder_first_pipeline_num_layers,
         layers_in_last_stage=args.decoder_last_pipeline_num_layers,
+        home_split_by_megatron=bool(
+            getattr(args, "pipeline_model_parallel_layout", None)
+            or getattr(args, "account_for_embedding_in_pipeline_split", False)
+            or getattr(args, "account_for_loss_in_pipeline_split", False)
+        ),
         parameter_bytes=2 if low_precision else 4,
         gradient_bytes=4 if not low_precision or args.accumulate_allreduce_grads_in_fp32 else 2,
         distributed_optimizer=bool(args.use_distributed_optimizer),

@@ -40,3 +40,5 @@ class ModelShape:
     parameter_bytes: int
     gradient_bytes: int
     distributed_optimizer: bool
+    home_split_by_megatron: bool = False
+    """Home's stages follow from other flags of Megatron's (a layout, or room for embedding and loss): not known here."""
