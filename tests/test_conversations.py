@@ -244,6 +244,21 @@ def a_tokenizer_without_conversations_is_named(rank: int, world_size: int, tmp_p
         _tokenised(write_lines(tmp_path / "talk.jsonl", LINES), Plain())
 
 
+def a_cache_that_is_not_whole_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "talk.jsonl", LINES)
+    folder = _tokenised(path, _Tokenizer())
+    whole = module.TokenisedFile.open(ConversationFile(path), folder)
+    assert whole.lengths.tolist() == [21, 16, 22, 16] and whole.lines.tolist() == [0, 1, 3, 4]
+    other = ConversationFile(write_lines(tmp_path / "other.jsonl", LINES[:1]))
+    with pytest.raises(
+        ValueError, match=r"does not hold the conversations of .*other\.jsonl; .* remove .*, and it is made"
+    ):
+        module.TokenisedFile.open(other, folder)
+    os.truncate(folder / "targets.bin", 100)
+    with pytest.raises(ValueError, match=r"targets\.idx: sequence 1 .* was cut short.* remove .*, and it is made anew"):
+        module.TokenisedFile.open(ConversationFile(path), folder)
+
+
 def a_cache_that_cannot_be_written_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"file.*: Not a directory; name a folder .* with --data-cache-path"):
@@ -257,6 +272,7 @@ def a_cache_that_cannot_be_written_is_named(rank: int, world_size: int, tmp_path
         a_tokenizers_own_files_belong_to_it,
         a_line_that_cannot_be_tokenised_leaves_nothing_behind,
         a_tokenizer_without_conversations_is_named,
+        a_cache_that_is_not_whole_is_named,
         a_cache_that_cannot_be_written_is_named,
     ],
     ids=lambda check: check.__name__,

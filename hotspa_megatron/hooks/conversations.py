@@ -168,7 +168,10 @@ _COLUMNS: Final = ("tokens", "targets")
 @dataclass(frozen=True)
 class TokenisedFile:
     """A file as every rank reads it: two of Megatron's indexed datasets, of one document per line, one sequence per
-    conversation. ``targets`` are the tokens, or ``IGNORED``."""
+    conversation. ``targets`` are the tokens, or ``IGNORED``.
+
+    What it gives is read from maps that Megatron closes with the datasets: it must not outlive them.
+    """
 
     file: ConversationFile
     tokens: Any
@@ -179,11 +182,17 @@ class TokenisedFile:
         """ValueError where the folder is not whole, or does not belong to the file."""
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        for name in _COLUMNS:
-            check_index(str(folder / name))
-        found = cls(file, *(IndexedDataset(str(folder / name)) for name in _COLUMNS))
-        if len(found.lines) != len(file) + 1 or not np.array_equal(found.lengths, found.targets.sequence_lengths):
-            raise ValueError(f"{folder}: does not hold the conversations of {file.path}; remove it")
+        try:
+            for name in _COLUMNS:
+                check_index(str(folder / name))
+            found = cls(file, *(IndexedDataset(str(folder / name)) for name in _COLUMNS))
+            if len(found.lines) != len(file) + 1 or not np.array_equal(found.lengths, found.targets.sequence_lengths):
+                raise ValueError(f"{folder}: does not hold the conversations of {file.path}")
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; the data cache (--data-cache-path) is one that all ranks share: if this rank has it, remove "
+                f"{folder}, and it is made anew"
+            ) from None
         return found
 
     @property
@@ -227,9 +236,7 @@ def tokenise_once(
         try:
             opened = [TokenisedFile.open(file, folder) for file, folder in zip(files, folders, strict=True)]
         except ValueError as error:
-            problem = (
-                f"rank {dist.get_rank()}: {error} (the data cache, --data-cache-path, is one that all ranks share)"
-            )
+            problem = f"rank {dist.get_rank()}: {error}"
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, problem, group=waiting)
     dist.destroy_process_group(waiting)
