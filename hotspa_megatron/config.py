@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from hotspa_megatron.planning.alignment import Alignment, alignment_of
+from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, group_memory
 from hotspa_megatron.planning.legality import legal_products, legal_tps, tp_problem, vocabulary_problem
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Kind, Strategy, listed, stage_layers
@@ -28,20 +29,22 @@ __all__ = [
     "ResolvedStrategy",
     "Samples",
     "StrategyConfig",
+    "SwitchConfig",
     "load_config",
     "resolve",
 ]
 
 Overlong: TypeAlias = Literal["split", "error", "truncate", "drop"]
 Samples: TypeAlias = Literal["documents", "megatron"]
+Prefetch: TypeAlias = Literal["auto", "always", "never"]
+TransportName: TypeAlias = Literal["auto", "nccl", "gloo"]
 
-_TOP_KEYS: Final = ("strategies", "home", "samples", "overlong", "mock_lengths", "check_plans", "get_batch")
+_TOP_KEYS: Final = ("strategies", "home", "samples", "overlong", "mock_lengths", "switch", "check_plans", "get_batch")
 _STRATEGY_KEYS: Final = ("max_length", "tp", "cp", "pp", "tokens_per_microbatch")
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
+_SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
-_TOP_REFUSED: Final = dict.fromkeys(
-    ("switch", "verify_every", "watchdog_s", "start_sample", "trace", "allow_untested"), _NOT_YET
-)
+_TOP_REFUSED: Final = dict.fromkeys(("verify_every", "watchdog_s", "start_sample", "trace", "allow_untested"), _NOT_YET)
 _STRATEGY_REFUSED: Final = {
     **dict.fromkeys(("recompute", "vpp", "ep"), _NOT_YET),
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
@@ -87,6 +90,26 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SwitchConfig:
+    """How parameters and gradients move. Sizes in units of 2^20 bytes.
+
+    ``chunk_mb``: size of each of the two buffers that a switch may take. ``prefetch``: whether the next guest's
+    parameters arrive while a guest runs. ``max_group_mb``: the most that the communicators of added strategies may take
+    of a rank's memory, None for no limit.
+    """
+
+    chunk_mb: int = 256
+    prefetch: Prefetch = "auto"
+    transport: TransportName = "auto"
+    max_group_mb: int | None = None
+    key_lines: tuple[KeyLine, ...] = field(default=(), compare=False, repr=False)
+
+    def line_of(self, key: str) -> int:
+        """The line of a key, or 1 where it was left out."""
+        return next((place.line for place in self.key_lines if place.key == key), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class HotSPaConfig:
     """A configuration file as written, with defaults that do not depend on the model filled in."""
 
@@ -97,6 +120,7 @@ class HotSPaConfig:
     overlong: Overlong = "split"
     mock_lengths: str | None = None
     """Lengths of --mock-data, as ``LengthHistogram.named`` reads them; None leaves them to Megatron."""
+    switch: SwitchConfig = SwitchConfig()
     check_plans: bool = True
     get_batch: str | None = None
     home_line: int = field(default=1, compare=False)
@@ -130,6 +154,7 @@ class HotSPaConfig:
             "samples": self.samples,
             "overlong": self.overlong,
             "mock_lengths": self.mock_lengths,
+            "switch": [getattr(self.switch, key) for key in _SWITCH_KEYS],
             "check_plans": self.check_plans,
             "get_batch": self.get_batch,
         }
@@ -161,6 +186,11 @@ class ResolvedConfig:
     home: ResolvedStrategy
     strategies: tuple[ResolvedStrategy, ...]
 
+    @property
+    def group_memory(self) -> GroupMemory:
+        """What the communicators of all strategies take."""
+        return group_memory(self.home.strategy, [(each.strategy, each.kind) for each in self.strategies])
+
 
 def load_config(path: str | Path) -> HotSPaConfig:
     """Read and check a file on its own; ``ConfigError`` on the first thing that is wrong."""
@@ -182,6 +212,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         samples=_samples(top["samples"]) if "samples" in top else "documents",
         overlong=_overlong(top["overlong"]) if "overlong" in top else "split",
         mock_lengths=_mock_lengths(top["mock_lengths"]) if "mock_lengths" in top else None,
+        switch=_switch(top["switch"]) if "switch" in top else SwitchConfig(),
         check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
         home_line=document.line if budget is None else budget.line,
@@ -195,9 +226,19 @@ def resolve(config: HotSPaConfig, *, shape: ModelShape, home: Strategy) -> Resol
     strategies = []
     for index, entry in enumerate(config.strategies):
         strategies.append(_resolve_entry(config, f"strategies[{index}]", entry, shape, home, every_tp))
-    return ResolvedConfig(
+    resolved = ResolvedConfig(
         config=config, shape=shape, home=_resolve_home(config, shape, home, every_tp), strategies=tuple(strategies)
     )
+    limit, taken = config.switch.max_group_mb, resolved.group_memory
+    if limit is not None and taken.added_mb > limit:
+        raise config_error(
+            config.path,
+            config.switch.line_of("max_group_mb"),
+            "switch.max_group_mb",
+            f"the {taken.added_groups} communicators that home does not have take about {taken.added_mb} MiB of a rank's "
+            f"memory, more than {limit} ({ASSUMPTION}); list fewer strategies, or write {taken.added_mb} or null",
+        )
+    return resolved
 
 
 def _strategies(value: Value) -> tuple[StrategyConfig, ...]:
@@ -251,6 +292,20 @@ def _mock_lengths(value: Value) -> str | None:
         except ValueError as error:
             raise value.error(str(error)) from None
     return text
+
+
+def _switch(value: Value) -> SwitchConfig:
+    keys = value.mapping(known=_SWITCH_KEYS, refused={}, also={})
+    prefetch: Sequence[Prefetch] = get_args(Prefetch)
+    transports: Sequence[TransportName] = get_args(TransportName)
+    limit = keys.get("max_group_mb")
+    return SwitchConfig(
+        chunk_mb=keys["chunk_mb"].integer() if "chunk_mb" in keys else SwitchConfig.chunk_mb,
+        prefetch=keys["prefetch"].choice(prefetch) if "prefetch" in keys else SwitchConfig.prefetch,
+        transport=keys["transport"].choice(transports) if "transport" in keys else SwitchConfig.transport,
+        max_group_mb=None if limit is None or limit.text() is None else limit.integer(),
+        key_lines=tuple(KeyLine(name, key.line) for name, key in keys.items()),
+    )
 
 
 def _get_batch(value: Value) -> str | None:

@@ -1,50 +1,119 @@
 """A transport whose ranks all live in one process, so that any number of them can be tested without starting one.
 
-Every rank begins before the first one finishes: what is sent waits in a mailbox until its receiver waits for it.
+Ranks are threads. It is as strict as a real one may be: nothing moves before both ends have submitted it, and what is
+sent is read only then, from where it lies.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from hotspa_megatron.runtime.transport import Exchange
+from hotspa_megatron.runtime.transport import Exchange, Pace
 
-Mailboxes = dict[tuple[int, int], deque[torch.Tensor]]
-"""Messages under way, by (sender, receiver); shared by the transports of all ranks."""
+SMALL_PACE = Pace(piece=256, direct=64, buffer=1024, on_stream=False)
+"""Sizes that cut even the smallest models to pieces and batches."""
+LIMIT_S = 20.0
+
+
+class Mailboxes:
+    """Messages that wait for their other end, by (sender, receiver, tag); shared by the transports of all ranks."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.sends: dict[tuple[int, int, int], deque[_Message]] = {}
+        self.receives: dict[tuple[int, int, int], deque[_Message]] = {}
+        self.delivered = 0
+        self.failed = False
+
+    def post(self, key: tuple[int, int, int], message: _Message, *, sending: bool) -> None:
+        with self.changed:
+            own, other = (self.sends, self.receives) if sending else (self.receives, self.sends)
+            waiting = other.get(key)
+            if not waiting:
+                own.setdefault(key, deque()).append(message)
+                return
+            partner = waiting.popleft()
+            source, target = (message, partner) if sending else (partner, message)
+            if source.buffer.shape != target.buffer.shape or source.buffer.dtype != target.buffer.dtype:
+                raise RuntimeError(f"a message of {source.buffer.shape} met a buffer of {target.buffer.shape}")
+            target.buffer.copy_(source.buffer)
+            message.done = partner.done = True
+            self.delivered += 1
+            self.changed.notify_all()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return not any(self.sends.values()) and not any(self.receives.values())
+
+
+class _Message:
+    def __init__(self, buffer: torch.Tensor) -> None:
+        assert buffer.is_contiguous()
+        self.buffer, self.done = buffer, False
 
 
 class MailboxTransport:
-    def __init__(self, mailboxes: Mailboxes, rank: int) -> None:
-        self.mailboxes, self.rank = mailboxes, rank
-        self.sends: list[tuple[torch.Tensor, int]] = []
-        self.receives: list[tuple[torch.Tensor, int]] = []
+    def __init__(self, mailboxes: Mailboxes, rank: int, pace: Pace = SMALL_PACE) -> None:
+        self.mailboxes, self.rank, self.pace = mailboxes, rank, pace
+        self.tag = 0
+        self.submitted: list[tuple[tuple[int, int, int], _Message, bool]] = []
 
-    def submit_send(self, buffer: torch.Tensor, receiver: int) -> None:
-        self.sends.append((buffer, receiver))
+    def next_tag(self) -> int:
+        self.tag += 1
+        return self.tag
 
-    def submit_receive(self, buffer: torch.Tensor, sender: int) -> None:
-        self.receives.append((buffer, sender))
+    def submit_send(self, buffer: torch.Tensor, receiver: int, tag: int) -> None:
+        self.submitted.append(((self.rank, receiver, tag), _Message(buffer), True))
+
+    def submit_receive(self, buffer: torch.Tensor, sender: int, tag: int) -> None:
+        self.submitted.append(((sender, self.rank, tag), _Message(buffer), False))
 
     def run(self) -> Exchange:
-        for buffer, receiver in self.sends:
-            self.mailboxes.setdefault((self.rank, receiver), deque()).append(buffer.clone())
-        expected = [
-            (buffer, self.mailboxes.setdefault((sender, self.rank), deque())) for buffer, sender in self.receives
-        ]
-        self.sends, self.receives = [], []
-        return _Expected(expected)
+        submitted, self.submitted = self.submitted, []
+        for key, message, sending in submitted:
+            self.mailboxes.post(key, message, sending=sending)
+        return _Exchange(self.mailboxes, [message for _, message, _ in submitted])
 
 
-class _Expected:
-    def __init__(self, expected: list[tuple[torch.Tensor, deque[torch.Tensor]]]) -> None:
-        self.expected = expected
+class _Exchange:
+    def __init__(self, mailboxes: Mailboxes, messages: list[_Message]) -> None:
+        self.mailboxes, self.messages = mailboxes, messages
 
     def wait(self) -> None:
-        for buffer, box in self.expected:
-            message = box.popleft()
-            if message.shape != buffer.shape or message.dtype != buffer.dtype:
-                raise RuntimeError(f"a message of {message.shape} {message.dtype} met a buffer of {buffer.shape}")
-            buffer.copy_(message)
-        self.expected = []
+        with self.mailboxes.changed:
+            arrived = self.mailboxes.changed.wait_for(
+                lambda: self.mailboxes.failed or all(message.done for message in self.messages), LIMIT_S
+            )
+        if self.mailboxes.failed:
+            raise RuntimeError("another rank failed")
+        assert arrived, "a message never met its other end"
+
+
+def on_ranks(mailboxes: Mailboxes, count: int, run: Callable[[int], Any]) -> Sequence[Any]:
+    """``run(rank)`` on as many threads; their results, or the first failure."""
+    results: list[Any] = [None] * count
+    failures: list[BaseException] = []
+
+    def body(rank: int) -> None:
+        try:
+            results[rank] = run(rank)
+        except BaseException as error:
+            with mailboxes.changed:
+                failures.append(error)
+                mailboxes.failed = True
+                mailboxes.changed.notify_all()
+
+    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return results

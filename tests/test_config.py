@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotspa_megatron.config import ConfigError, HotSPaConfig, ResolvedConfig, StrategyConfig, load_config, resolve
+from hotspa_megatron.config import (
+    ConfigError,
+    HotSPaConfig,
+    ResolvedConfig,
+    StrategyConfig,
+    SwitchConfig,
+    load_config,
+    resolve,
+)
 from hotspa_megatron.planning.alignment import Alignment
 from hotspa_megatron.planning.legality import legal_tps, tp_problem
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -225,10 +233,36 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
         "get_batch",
         "write pkg.mod:function or null",
     ),
+    "switch as a list": ("strategies: []\nswitch: []\n", 2, "switch", "a list stands where a map is due"),
+    "switch key": (
+        "strategies: []\nswitch:\n  chunk: 256\n",
+        3,
+        "switch.chunk",
+        "unknown key 'chunk'; did you mean chunk_mb?",
+    ),
+    "no chunk": ("strategies: []\nswitch: {chunk_mb: 0}\n", 2, "switch.chunk_mb", "0 is less than 1"),
+    "half a chunk": ("strategies: []\nswitch: {chunk_mb: 0.5}\n", 2, "switch.chunk_mb", "'0.5' is not a whole number"),
+    "prefetch as a truth": (
+        "strategies: []\nswitch: {prefetch: true}\n",
+        2,
+        "switch.prefetch",
+        "'true' is not known; write auto or always or never",
+    ),
+    "other transport": (
+        "strategies: []\nswitch: {transport: mpi}\n",
+        2,
+        "switch.transport",
+        "'mpi' is not known; write auto or nccl or gloo",
+    ),
+    "group limit": (
+        "strategies: []\nswitch: {max_group_mb: none}\n",
+        2,
+        "switch.max_group_mb",
+        "'none' is not a whole",
+    ),
     "batch path": ("strategies: []\nget_batch: a/b.py:f\n", 2, "get_batch", "write pkg.mod:function or null"),
 }
 NOT_YET = (
-    "switch: {chunk_mb: 256}",
     "verify_every: 0",
     "watchdog_s: 60",
     "start_sample: null",
@@ -239,6 +273,15 @@ for _line in NOT_YET:
     BAD[_line] = (f"strategies: []\n{_line}\n", 2, _line.split(":")[0], "is not available in this version; remove it")
 for _line in ("recompute: none", "vpp: 1", "ep: 1"):
     BAD[_line] = (one_entry(_line), 3, f"strategies[0].{_line.split(':')[0]}", "is not available in this version")
+
+
+def test_how_switches_move_is_read_and_told_apart(tmp_path: Path) -> None:
+    text = "strategies: []\nswitch: {chunk_mb: 64, prefetch: never, transport: gloo, max_group_mb: 2048}\n"
+    read = load_config(write(tmp_path, text))
+    assert read.switch == SwitchConfig(chunk_mb=64, prefetch="never", transport="gloo", max_group_mb=2048)
+    unlimited = load_config(write(tmp_path, "strategies: []\nswitch: {max_group_mb: null}\n"))
+    assert unlimited.switch == load_config(write(tmp_path, "strategies: []\n")).switch == SwitchConfig()
+    assert read.digest() != unlimited.digest() and read != unlimited
 
 
 @pytest.mark.parametrize(("text", "line", "key", "message"), BAD.values(), ids=BAD)

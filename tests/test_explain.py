@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from hotspa_megatron.cli.explain import Groups, count_groups
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
-from hotspa_megatron.strategy import Strategy
+from hotspa_megatron.planning.communicators import GROUP_MB, PAIR_MB, GroupMemory, Groups, count_groups, group_memory
+from hotspa_megatron.strategy import Kind, Strategy
 from tests.test_config import BAD, GOOD, write
 
 GPT = [
@@ -105,11 +105,37 @@ def test_groups_that_serve_several_axes_count_once() -> None:
     assert count_groups([Strategy(tp=1, cp=1, pp=1, dp=1)]).total == 0
     found = count_groups([Strategy(tp=2, cp=1, pp=1, dp=2)])
     axes = {"tp": 2, "cp": 0, "dp": 2, "pp": 0, "tp-cp": 2, "tp-dp": 1, "tp-pp": 2, "dp-cp": 2, "tp-dp-cp": 1}
-    assert found == Groups(per_axes={**axes, "embedding": 0}, total=5, most_on_one_rank=3)
+    assert found == Groups(per_axes={**axes, "all": 0, "embedding": 0}, total=5, most_on_one_rank=3)
     both = count_groups([Strategy(tp=2, cp=1, pp=1, dp=2), Strategy(tp=1, cp=2, pp=1, dp=2)])
     assert (both.total, both.most_on_one_rank) == (5, 3)
     deep = count_groups([Strategy(tp=1, cp=1, pp=4, dp=1)])
     assert (deep.per_axes["pp"], deep.per_axes["embedding"], deep.total) == (1, 1, 2)
+
+
+def test_memory_of_groups_counts_what_home_does_not_have() -> None:
+    home = Strategy(tp=2, cp=1, pp=1, dp=2)
+    assert group_memory(home, []) == GroupMemory(added_groups=0, total_mb=2 * PAIR_MB + GROUP_MB, added_mb=0)
+    same = group_memory(home, [(home, Kind.SIBLING)])
+    assert same.added_groups == 0
+    # cp 2 over tp's pairs and dp 2 over dp's: nothing is new; a guest's moves have a group of all ranks.
+    sibling = group_memory(home, [(Strategy(tp=1, cp=2, pp=1, dp=2), Kind.SIBLING)])
+    assert sibling.added_groups == 0
+    guest = group_memory(home, [(Strategy(tp=1, cp=1, pp=1, dp=4), Kind.GUEST)])
+    assert (guest.added_groups, guest.added_mb) == (1, GROUP_MB)
+    deep = group_memory(home, [(Strategy(tp=1, cp=1, pp=4, dp=1), Kind.GUEST)])
+    assert (deep.added_groups, deep.added_mb) == (2, PAIR_MB + GROUP_MB)
+
+
+def test_more_memory_for_groups_than_allowed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, GOOD + "switch:\n  max_group_mb: 100\n")
+    line = path.read_text().splitlines().index("  max_group_mb: 100") + 1
+    assert main(["explain", str(path), "--world-size", "8", "--", *GPT]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"hotspa: {path}:{line}: switch.max_group_mb: ") and said.count("\n") == 1
+    assert "more than 100" in said and "NVIDIA/nccl issue 964" in said
+    path.write_text(path.read_text().replace("100", "100000"))
+    assert main(["explain", str(path), "--world-size", "8", "--", *GPT]) == 0
+    assert "MiB of a rank's memory" in capsys.readouterr().out
 
 
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -191,23 +191,20 @@ def _gathered(runner: Any) -> dict[str, torch.Tensor]:
 def _inject(fault: str, session: Any, patches: Any) -> None:
     from hotspa_megatron.hooks import forward_backward
     from hotspa_megatron.planning.param_layout import model_layout
-    from hotspa_megatron.runtime.executor import PendingReshard
+    from hotspa_megatron.runtime.binding import Copies
 
     runner = session.runner
     match fault:
         case "fold_dropped":
-            patches.set(PendingReshard, "finish", lambda self: None)
+            patches.set(Copies, "add", lambda self: None)
         case "fold_twice":
-            finish = PendingReshard.finish
+            add = Copies.add
 
-            def twice(self: PendingReshard) -> None:
-                inbox = list(self._inbox)
-                finish(self)
-                self._finished, self._inbox, self._exchange = False, inbox, None
-                finish(self)
+            def twice(self: Copies) -> None:
+                add(self)
+                add(self)
 
-            patches.set(PendingReshard, "finish", twice)
-            patches.set(forward_backward, "execute", _execute_once)
+            patches.set(Copies, "add", twice)
         case "fc1_contiguous":
             wrong = [dataclasses.replace(each, split_stride=1) for each in runner._layout.parameters]
             (guest,) = runner._guests.values()
@@ -215,7 +212,7 @@ def _inject(fault: str, session: Any, patches: Any) -> None:
             runner._layout, guest.layout = (
                 model_layout(wrong, each.strategy, [range(4)], tied=False) for each in right
             )
-            runner._switch_plan(None, guest.state.strategy)  # kept: plans are made once
+            runner._switch_route(None, guest.state.strategy)  # kept: plans are made once
             runner._layout, guest.layout = right
         case "sibling_reduces_early":
             # Every segment may start home's reduction, as if each were the step's last.
@@ -244,10 +241,3 @@ def _inject(fault: str, session: Any, patches: Any) -> None:
                 return schedule(scaled, model, iterator, tally, **options)
 
             runner._schedule = mean
-
-
-def _execute_once(*args: Any, **kwargs: Any) -> None:
-    """A switch while finish() is broken: copying twice changes nothing, but needs its destination complete."""
-    from hotspa_megatron.runtime.executor import begin
-
-    begin(*args, **kwargs).finish()

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
+from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, Groups, count_groups
 from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
-from hotspa_megatron.strategy import Kind, Strategy
+from hotspa_megatron.strategy import Kind
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -29,19 +30,8 @@ examples:
   hotspa explain hotspa.yaml --world-size 16 -- $GPT_ARGS
       check it against the model and show groups and memory; $GPT_ARGS is what pretrain_gpt.py is given
 """
-_AXIS_SETS: Final = ("tp", "cp", "dp", "pp", "tp-cp", "tp-dp", "tp-pp", "dp-cp", "tp-dp-cp")
-"""Axes of the groups that Megatron makes for a dense model; those of its embeddings are counted beside them."""
 _LEFT: Final = ("lengths", "strategy", "kind", "axes")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Groups:
-    """Distinct communicators of more than one rank over all strategies; one that serves several axes counts once."""
-
-    per_axes: dict[str, int]
-    total: int
-    most_on_one_rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,32 +82,13 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         line = read_command_line(megatron_arguments, world_size=_world_size(arguments.world_size))
         resolved = resolve(config, shape=line.shape, home=line.home)
         groups = count_groups([each.strategy for each in (*resolved.strategies, resolved.home)])
+        taken = resolved.group_memory
         memory = [memory_per_stage(each, resolved, line) for each in (*resolved.strategies, resolved.home)]
-        described = _describe(resolved, groups, memory)
+        described = _describe(resolved, groups, taken, memory)
         if not arguments.json:
-            _print(resolved, groups, memory, line)
+            _print(resolved, groups, taken, memory, line)
     if arguments.json:
         print(json.dumps(described, indent=2))
-
-
-def count_groups(strategies: Iterable[Strategy]) -> Groups:
-    """Count the communicators that these strategies take together."""
-    found: dict[str, set[tuple[int, ...]]] = {axes: set() for axes in (*_AXIS_SETS, "embedding")}
-    for strategy in sorted(set(strategies)):
-        for axes in _AXIS_SETS:
-            found[axes].update(group for group in strategy.groups(axes) if len(group) > 1)
-        if strategy.pp > 1:
-            found["embedding"].update((group[0], group[-1]) for group in strategy.groups("pp"))
-    distinct = set().union(*found.values())
-    on_rank: dict[int, int] = {}
-    for group in distinct:
-        for rank in group:
-            on_rank[rank] = on_rank.get(rank, 0) + 1
-    return Groups(
-        per_axes={axes: len(groups) for axes, groups in found.items()},
-        total=len(distinct),
-        most_on_one_rank=max(on_rank.values(), default=0),
-    )
 
 
 def memory_per_stage(
@@ -178,6 +149,9 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
         "digest": config.digest(),
         "samples": config.samples,
         "overlong": config.overlong,
+        "switch": {
+            name: getattr(config.switch, name) for name in ("chunk_mb", "prefetch", "transport", "max_group_mb")
+        },
         "check_plans": config.check_plans,
         "get_batch": config.get_batch,
         "strategies": [
@@ -196,7 +170,9 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
     }
 
 
-def _describe(resolved: ResolvedConfig, groups: Groups, memory: Sequence[Sequence[StageMemory]]) -> dict[str, object]:
+def _describe(
+    resolved: ResolvedConfig, groups: Groups, taken: GroupMemory, memory: Sequence[Sequence[StageMemory]]
+) -> dict[str, object]:
     every = (*resolved.strategies, resolved.home)
     ranges = _ranges(each.max_length for each in every)
     strategies: list[dict[str, object]] = [
@@ -215,7 +191,7 @@ def _describe(resolved: ResolvedConfig, groups: Groups, memory: Sequence[Sequenc
         "world_size": resolved.home.strategy.world_size,
         "strategies": strategies[:-1],
         "home": strategies[-1],
-        "groups": asdict(groups),
+        "groups": asdict(groups) | asdict(taken),
     }
 
 
@@ -231,7 +207,11 @@ def _print_file(config: HotSPaConfig) -> None:
 
 
 def _print(
-    resolved: ResolvedConfig, groups: Groups, memory: Sequence[Sequence[StageMemory]], line: MegatronCommandLine
+    resolved: ResolvedConfig,
+    groups: Groups,
+    taken: GroupMemory,
+    memory: Sequence[Sequence[StageMemory]],
+    line: MegatronCommandLine,
 ) -> None:
     console = tables.console()
     every = (*resolved.strategies, resolved.home)
@@ -250,6 +230,11 @@ def _print(
             tables.row(table, axes, count)
     tables.print_table(console, "Groups of more than one rank", table)
     tables.say(console, f"{groups.total} distinct in all, at most {groups.most_on_one_rank} on one rank.")
+    tables.say(
+        console,
+        f"NCCL's buffers take about {taken.total_mb:,} MiB of a rank's memory, {taken.added_mb:,} of them for "
+        f"{taken.added_groups} groups that home alone does not have ({ASSUMPTION}).",
+    )
 
     sizes = ("weights", "gradients", "optimizer", "active", "inactive")
     table = tables.table("strategy", "kind", "stage", "parameters", *sizes, left=_LEFT)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hotspa_megatron.config import SwitchConfig
 from hotspa_megatron.hooks import get_batch
 from hotspa_megatron.hooks.data import SegmentIterator, Step, StepLoader, padding_fraction
 from hotspa_megatron.hooks.model import (
@@ -34,7 +35,8 @@ from hotspa_megatron.hooks.model import (
 from hotspa_megatron.hooks.parallel_state import ParallelStates, random_state_of
 from hotspa_megatron.planning.reshard_plan import ReshardPlan, plan_reshard
 from hotspa_megatron.planning.step_plan import Segment, StepPlanner
-from hotspa_megatron.runtime.executor import PendingReshard, begin, execute
+from hotspa_megatron.planning.topology import Topology
+from hotspa_megatron.runtime.executor import PendingReshard, Reshard
 from hotspa_megatron.runtime.transport import Transport
 from hotspa_megatron.strategy import Kind, Strategy
 
@@ -54,6 +56,27 @@ class Move:
             f"{self.source} -> {self.destination}: {self.num_bytes / 2**20:.1f} MiB sent, {self.messages} messages, "
             f"{self.seconds * 1e3:.0f} ms"
         )
+
+
+@dataclass(frozen=True)
+class _Route:
+    """A planned move: this rank's part, and its bytes and messages over all ranks."""
+
+    reshard: Reshard
+    num_bytes: int
+    messages: int
+
+    def move(self, source: Strategy, destination: Strategy, seconds: float) -> Move:
+        return Move(str(source), str(destination), self.num_bytes, self.messages, seconds)
+
+
+@dataclass(frozen=True)
+class _Fetch:
+    """A guest's parameters under way. ``move``: what it has taken so far."""
+
+    guest: Guest
+    pending: PendingReshard
+    move: Move
 
 
 @dataclass
@@ -88,20 +111,25 @@ class StepRunner:
         model: Sequence[Any],
         guests: dict[Strategy, Guest],
         transport: Transport,
+        topology: Topology,
+        switch: SwitchConfig,
         check_plans: bool,
         log: Callable[[str], None],
     ) -> None:
         self._args, self._states, self._planner = args, states, planner
         self._model, self._guests = list(model), guests
-        self._transport, self._check_plans, self._log = transport, check_plans, log
+        self._transport, self._topology, self._switching = transport, topology, switch
+        self._check_plans, self._log = check_plans, log
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         home = states.home.strategy
         self._layout = logical.layout(home, logical.home_layers)
         self._parameters = local_tensors(model, logical)
         check_against(self._layout, self._parameters, self._rank)
         self._owned = owned_gradients(model, self._layout, self._parameters)
-        self._switch_plans: dict[tuple[Strategy | None, Strategy], ReshardPlan] = {}
-        self._fold_plans: dict[Strategy, ReshardPlan] = {}
+        self._switches: dict[tuple[Strategy | None, Strategy], _Route] = {}
+        self._folds: dict[Strategy, _Route] = {}
+        self._fetch: _Fetch | None = None
+        self._fits: dict[tuple[Strategy, Strategy], bool | None] = {}
         self._parameter_dtype = _single_dtype("parameters", (p.dtype for p in self._parameters.values()))
         self._gradient_dtype = _single_dtype("gradients", (p.main_grad.dtype for p in self._parameters.values()))
         self._report_keys: tuple[str, ...] | None = None
@@ -125,7 +153,8 @@ class StepRunner:
         try:
             folds = self._run_segments(forward_step_func, step, loader, record, tally, **options)
         finally:
-            # After a step nothing of a guest stays, after a failed one either.
+            # After a step nothing of a guest stays, after a failed one either. What still arrives there ends first.
+            self._fetch = None
             for guest in self._guests.values():
                 guest.release_parameters()
                 guest.release_gradients()
@@ -166,6 +195,7 @@ class StepRunner:
                     resident = guest
                 else:
                     guest.materialise()
+                self._prefetch(guest, step.plan.segments[position + 1 :])
                 with self._segment(segment, position, guest.config, home_config):
                     reports = self._schedule(forward_step_func, guest.model, iterator, tally, **options)
                     self._finish_guest(guest)
@@ -274,51 +304,93 @@ class StepRunner:
     # -------------------------------------------------------------------------------------------- parameters and folds
 
     def _switch(self, resident: Guest | None, guest: Guest) -> Move:
+        """Complete the parameters of ``guest``, whether their move has begun or not, and give it its gradients."""
+        fetch = self._fetch or self._begin_switch(resident, guest)
+        assert fetch.guest is guest
         started = time.perf_counter()
-        key = (resident.state.strategy if resident else None, guest.state.strategy)
-        plan = self._switch_plan(*key)
         guest.materialise()
-        sources: list[dict[int, Any]] = [self._parameters]
-        if resident is not None:
-            sources.append(resident.parameters)
-        execute(
-            plan.for_rank(self._rank), sources=sources, destination=guest.parameters, transport=self._transport,
-            accumulate=False, dtype=self._parameter_dtype,
-        )  # fmt: skip
-        source = resident.state.strategy if resident else self._states.home.strategy
-        move = Move(
-            str(source), str(guest.state.strategy), plan.total_bytes, len(plan.messages), time.perf_counter() - started
-        )
+        fetch.pending.finish()
+        self._fetch = None
+        move = dataclasses.replace(fetch.move, seconds=fetch.move.seconds + time.perf_counter() - started)
         if (move.source, move.destination) not in self._seen_switches:
             self._seen_switches.add((move.source, move.destination))
             self._log(f"switch {move}")
         return move
 
-    def _switch_plan(self, resident: Strategy | None, guest: Strategy) -> ReshardPlan:
-        if (resident, guest) not in self._switch_plans:
+    def _begin_switch(self, resident: Guest | None, guest: Guest) -> _Fetch:
+        """Start the move of parameters out of home and the resident guest, both of which must stay until it is finished."""
+        started = time.perf_counter()
+        route = self._switch_route(resident.state.strategy if resident else None, guest.state.strategy)
+        guest.materialise_parameters()
+        sources: list[dict[int, Any]] = [self._parameters]
+        if resident is not None:
+            sources.append(resident.parameters)
+        pending = route.reshard.begin(sources=sources, destination=guest.parameters)
+        source = resident.state.strategy if resident else self._states.home.strategy
+        return _Fetch(guest, pending, route.move(source, guest.state.strategy, time.perf_counter() - started))
+
+    def _prefetch(self, resident: Guest, later: Sequence[Segment]) -> None:
+        """Start the next guest's switch beside the segment that comes first, where that is wanted and fits."""
+        if not later or later[0].kind is not Kind.GUEST:
+            return
+        guest = self._guests[later[0].strategy]
+        if guest is not resident and self._may_prefetch(resident, guest):
+            self._fetch = self._begin_switch(resident, guest)
+
+    def _may_prefetch(self, resident: Guest, guest: Guest) -> bool:
+        """Whether to prefetch; the same answer on every rank."""
+        if self._switching.prefetch != "auto":
+            return self._switching.prefetch == "always"
+        if not self._transport.pace.on_stream:
+            return False
+        pair = resident.state.strategy, guest.state.strategy
+        if pair not in self._fits:
+            # The memory that the segment takes is known once it has run.
+            self._fits[pair] = None
+            return False
+        if self._fits[pair] is None:
+            needed = guest.parameter_bytes + 2 * (self._switching.chunk_mb << 20)
+            fits = torch.tensor([int(_unused_bytes() >= needed)]).cuda()
+            dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+            self._fits[pair] = bool(fits.item())
+            self._log(f"prefetch {pair[0]} -> {pair[1]}: {'fits' if self._fits[pair] else 'too little memory'}")
+        return bool(self._fits[pair])
+
+    def _switch_route(self, resident: Strategy | None, guest: Strategy) -> _Route:
+        if (resident, guest) not in self._switches:
             sources = [self._layout] + ([self._guests[resident].layout] if resident else [])
-            size = self._parameter_dtype.itemsize
-            self._switch_plans[resident, guest] = plan_reshard(sources, self._guests[guest].layout, itemsize=size)
-        return self._switch_plans[resident, guest]
+            dtype = self._parameter_dtype
+            plan = plan_reshard(sources, self._guests[guest].layout, itemsize=dtype.itemsize, topology=self._topology)
+            self._switches[resident, guest] = self._route(plan, dtype, accumulate=False)
+        return self._switches[resident, guest]
 
     def _begin_fold(self, guest: Guest) -> tuple[PendingReshard, Move]:
         """Send the guest's finished gradients to the ranks that own them at home; they are added after home's own."""
         started = time.perf_counter()
-        plan = self._fold_plan(guest.state.strategy)
-        pending = begin(
-            plan.for_rank(self._rank), sources=[guest.gradients], destination=self._home_gradients(),
-            transport=self._transport, accumulate=True, dtype=self._gradient_dtype,
-        )  # fmt: skip
-        return pending, Move(
-            str(guest.state.strategy), str(self._states.home.strategy), plan.total_bytes, len(plan.messages),
-            time.perf_counter() - started,
-        )  # fmt: skip
+        route = self._fold_route(guest.state.strategy)
+        pending = route.reshard.begin(sources=[guest.gradients], destination=self._home_gradients())
+        home = self._states.home.strategy
+        return pending, route.move(guest.state.strategy, home, time.perf_counter() - started)
 
-    def _fold_plan(self, guest: Strategy) -> ReshardPlan:
-        if guest not in self._fold_plans:
-            size = self._gradient_dtype.itemsize
-            self._fold_plans[guest] = plan_reshard([self._guests[guest].layout], self._owned, itemsize=size)
-        return self._fold_plans[guest]
+    def _fold_route(self, guest: Strategy) -> _Route:
+        if guest not in self._folds:
+            dtype = self._gradient_dtype
+            # What was added cannot be relayed: each addend goes straight to its owner.
+            plan = plan_reshard(
+                [self._guests[guest].layout],
+                self._owned,
+                itemsize=dtype.itemsize,
+                topology=self._topology,
+                two_phase=False,
+            )
+            self._folds[guest] = self._route(plan, dtype, accumulate=True)
+        return self._folds[guest]
+
+    def _route(self, plan: ReshardPlan, dtype: torch.dtype, *, accumulate: bool) -> _Route:
+        part = plan.for_rank(self._rank)
+        chunk_bytes = self._switching.chunk_mb << 20
+        reshard = Reshard(part, self._transport, accumulate=accumulate, dtype=dtype, chunk_bytes=chunk_bytes)
+        return _Route(reshard, plan.total_bytes, plan.num_messages)
 
     def _home_gradients(self) -> dict[int, torch.Tensor]:
         return {index: parameter.main_grad for index, parameter in self._parameters.items()}
@@ -496,6 +568,12 @@ def _replaced(config: Any, **values: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(config, name, value)
+
+
+def _unused_bytes() -> int:
+    """Device memory that this process has not needed so far, but for a twentieth of it all."""
+    free, total = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated() - total // 20
 
 
 def _config(model: Sequence[Any]) -> Any:

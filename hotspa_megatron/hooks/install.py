@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from hotspa_megatron.config import ResolvedConfig, load_config, resolve
-from hotspa_megatron.hooks import arguments, compat, get_batch
+from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, load_config, resolve
+from hotspa_megatron.hooks import arguments, compat, cpu, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.data import StepLoader
 from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunner, count_work
@@ -34,12 +34,15 @@ from hotspa_megatron.hooks.samples import (
     corpus_from,
     first_rank_of_every_group,
 )
+from hotspa_megatron.planning.communicators import ASSUMPTION
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.step_plan import StepPlanner
+from hotspa_megatron.planning.topology import Topology
 from hotspa_megatron.runtime.attention import PackedDotProductAttention, make_norm
 from hotspa_megatron.runtime.group_pool import GroupPool
 from hotspa_megatron.runtime.transport import BatchedTransport
 from hotspa_megatron.strategy import Kind
+from hotspa_megatron.strict_yaml import config_error
 
 STEP_LOG_VARIABLE = "HOTSPA_STEP_LOG"
 """Environment variable: the file to which rank 0 writes one JSON object per step."""
@@ -96,6 +99,7 @@ class Session:
         self.pool = GroupPool()
         self.states: ParallelStates | None = None
         self.transport: BatchedTransport | None = None
+        self.topology = Topology.flat(args.world_size)
         self.runner: StepRunner | None = None
         self.train_dataset: Any = None
         self.loader: StepLoader | None = None
@@ -116,6 +120,8 @@ class Session:
             model=model,
             guests={guest: build_guest(self.states, guest, logical, layers[guest], build) for guest in layers},
             transport=self.transport,
+            topology=self.topology,
+            switch=self.resolved.config.switch,
             check_plans=self.resolved.config.check_plans,
             log=_say,
         )
@@ -215,6 +221,7 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
                 arguments.check_megatron_samples(args)
             resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
             check_data_files(args)
+            _check_transport(config, args)
         except ValueError as error:
             _refuse(error)
         session = Session(args, resolved)
@@ -233,10 +240,11 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         for each in resolved.strategies:
             session.states.create(each.strategy)
         session.pool.seal()
-        # A group of its own: Megatron's pipelines send point to point, too, and messages must not meet.
-        everyone: Any = dist.new_group(list(range(dist.get_world_size())))
-        session.transport = BatchedTransport(everyone)
+        session.pool.warm_up()
+        session.transport = _transport(config.switch.transport)
+        session.topology = _topology()
         _session = session
+        _say_groups(session)
         for each in (*resolved.strategies, resolved.home):
             _say(
                 f"up to {each.max_length:,} tokens: {each.strategy} ({each.kind}), {each.tokens_per_microbatch:,} tokens per "
@@ -245,6 +253,42 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         return result
 
     return initialize_megatron
+
+
+def _check_transport(config: HotSPaConfig, args: Any) -> None:
+    """``ConfigError`` where NCCL is asked for and cannot be had."""
+    if config.switch.transport == "nccl" and (cpu.needed() or args.distributed_backend != "nccl"):
+        line = config.switch.line_of("transport")
+        problem = "nccl needs CUDA devices and --distributed-backend nccl; write auto or gloo"
+        raise config_error(config.path, line, "switch.transport", problem)
+
+
+def _transport(name: str) -> BatchedTransport:
+    """What parameters and gradients travel with. Collective."""
+    world = dist.get_world_size()
+    if world == 1:
+        return BatchedTransport()
+    # A group of its own: Megatron's pipelines send point to point, too, and messages must not meet.
+    everyone: Any = dist.new_group(list(range(world)), backend=None if name == "auto" else name)
+    return BatchedTransport(everyone)
+
+
+def _topology() -> Topology:
+    """Nodes as the launcher filled them, where all are filled alike. Collective."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    ranks, world = gathered[0], len(gathered)
+    alike = ranks > 0 and world % ranks == 0 and all(each == ranks for each in gathered)
+    return Topology.nodes(world, ranks) if alike else Topology.flat(world)
+
+
+def _say_groups(session: Session) -> None:
+    pool, taken = session.pool, session.resolved.group_memory
+    shared = len({ranks for ranks, _ in pool.log if len(ranks) > 1})
+    _say(
+        f"{shared} process groups of several ranks, {len(pool.created)} of them beside home's, made in {pool.seconds:.1f} s; "
+        f"NCCL would take about {taken.added_mb:,} MiB of a rank's memory for what is added ({ASSUMPTION})"
+    )
 
 
 def _compare_configurations(session: Session) -> None:

@@ -196,19 +196,28 @@ class Guest:
         return {index: parameter.main_grad for index, parameter in self.parameters.items()}
 
     @property
+    def parameter_bytes(self) -> int:
+        """Bytes of this rank's parameters while they are resident."""
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters.values())
+
+    @property
     def resident_bytes(self) -> int:
         """Bytes of parameter and gradient memory held now on this rank."""
         return resident_bytes(self._parameter_storage) + resident_bytes(self._gradient_storage)
 
     def materialise(self) -> None:
         """Give parameters memory (undefined until the switch fills it) and gradients zeros."""
-        for storage in self._parameter_storage:
-            storage.materialise()
+        self.materialise_parameters()
         for storage in self._gradient_storage:
             storage.materialise()
         for chunk in self.model:
             # Zeroes the buffers and resets DDP's own flags with them.
             chunk.zero_grad_buffer()
+
+    def materialise_parameters(self) -> None:
+        """Give parameters alone memory; what they hold stays where they have some."""
+        for storage in self._parameter_storage:
+            storage.materialise()
 
     def release_parameters(self) -> None:
         for storage in self._parameter_storage:
@@ -236,7 +245,9 @@ def build_guest(
     tensors = local_tensors(model, logical)
     check_against(layout, tensors, dist.get_rank())
     gradients = [Storage(b.grad_data) for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    guest = Guest(state, model, layout, tensors, flatten(list(tensors.values())), gradients)
+    # In the order of the plans: what a message brings then lies side by side.
+    parameters = flatten([tensors[index] for index in sorted(tensors)])
+    guest = Guest(state, model, layout, tensors, parameters, gradients)
     for chunk in model:
         chunk.train()
     guest.release_parameters()
