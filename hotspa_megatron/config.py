@@ -36,10 +36,13 @@ __all__ = [
 
 Overlong: TypeAlias = Literal["split", "error", "truncate", "drop"]
 Samples: TypeAlias = Literal["documents", "megatron"]
+Merge: TypeAlias = Literal["auto", "never"]
 Prefetch: TypeAlias = Literal["auto", "always", "never"]
 TransportName: TypeAlias = Literal["auto", "nccl", "gloo"]
 
-_TOP_KEYS: Final = ("strategies", "home", "samples", "overlong", "mock_lengths", "switch", "check_plans", "get_batch")
+_TOP_KEYS: Final = (
+    *("strategies", "home", "samples", "overlong", "mock_lengths", "merge", "switch", "check_plans", "get_batch"),
+)
 _STRATEGY_KEYS: Final = ("max_length", "tp", "cp", "pp", "tokens_per_microbatch")
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
@@ -120,6 +123,8 @@ class HotSPaConfig:
     overlong: Overlong = "split"
     mock_lengths: str | None = None
     """Lengths of --mock-data, as ``LengthHistogram.named`` reads them; None leaves them to Megatron."""
+    merge: Merge = "auto"
+    """Whether a step may run a length group under a longer one's strategy where its own would cost more than it saves."""
     switch: SwitchConfig = SwitchConfig()
     check_plans: bool = True
     get_batch: str | None = None
@@ -154,6 +159,7 @@ class HotSPaConfig:
             "samples": self.samples,
             "overlong": self.overlong,
             "mock_lengths": self.mock_lengths,
+            "merge": self.merge,
             "switch": [getattr(self.switch, key) for key in _SWITCH_KEYS],
             "check_plans": self.check_plans,
             "get_batch": self.get_batch,
@@ -212,6 +218,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         samples=_samples(top["samples"]) if "samples" in top else "documents",
         overlong=_overlong(top["overlong"]) if "overlong" in top else "split",
         mock_lengths=_mock_lengths(top["mock_lengths"]) if "mock_lengths" in top else None,
+        merge=_merge(top["merge"]) if "merge" in top else "auto",
         switch=_switch(top["switch"]) if "switch" in top else SwitchConfig(),
         check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
@@ -278,6 +285,11 @@ def _samples(value: Value) -> Samples:
 
 def _overlong(value: Value) -> Overlong:
     names: Sequence[Overlong] = get_args(Overlong)
+    return value.choice(names)
+
+
+def _merge(value: Value) -> Merge:
+    names: Sequence[Merge] = get_args(Merge)
     return value.choice(names)
 
 

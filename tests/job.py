@@ -60,7 +60,8 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
     config = Path(tempfile.mkdtemp()) / "hotspa.yaml"
     config.write_text(
         "strategies:" + (" []" if not mix.strategies else "")
-        + "".join(f"\n  - {{max_length: {n}, tp: {tp}, cp: {cp}, pp: {pp}}}" for n, tp, cp, pp in mix.strategies) + "\n"
+        + "".join(f"\n  - {{max_length: {n}, tp: {tp}, cp: {cp}, pp: {pp}}}" for n, tp, cp, pp in mix.strategies)
+        + "\nmerge: never\n"
     )  # fmt: skip
     sys.argv = ["pretrain", *arguments_of(mix), "--hotspa-config", str(config)]
     args = example.parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})

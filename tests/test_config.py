@@ -72,6 +72,7 @@ strategies:
 home: {tokens_per_microbatch: 8192}
 samples: documents
 overlong: drop
+merge: never
 check_plans: false
 get_batch: my_package.batches:get_batch
 """
@@ -87,6 +88,7 @@ def test_reads_every_key(tmp_path: Path) -> None:
         ),
         home_tokens_per_microbatch=8192,
         overlong="drop",
+        merge="never",
         check_plans=False,
         get_batch="my_package.batches:get_batch",
     )
@@ -260,6 +262,7 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
         "switch.max_group_mb",
         "'none' is not a whole",
     ),
+    "merge": ("strategies: []\nmerge: always\n", 2, "merge", "auto"),
     "batch path": ("strategies: []\nget_batch: a/b.py:f\n", 2, "get_batch", "write pkg.mod:function or null"),
 }
 NOT_YET = (
@@ -340,6 +343,7 @@ def test_digest_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
             "strategies": config.strategies[:1],
             "home_tokens_per_microbatch": None,
             "overlong": "split",
+            "merge": "auto",
             "check_plans": True,
             "get_batch": None,
         }
@@ -349,7 +353,7 @@ def test_digest_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
         changes: dict[str, Any] = {name: 77}
         entry = dataclasses.replace(config.strategies[0], **changes)
         digests.add(dataclasses.replace(config, strategies=(entry, *config.strategies[1:])).digest())
-    assert len(digests) == 11
+    assert len(digests) == 12
 
 
 def resolved(tmp_path: Path, text: str, *, home: Strategy = HOME, **changes: Any) -> ResolvedConfig:

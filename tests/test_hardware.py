@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hotspa_megatron.planning import hardware as module
-from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
+from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, Hardware, described_device, hardware_names, load_hardware
 from hotspa_megatron.planning.topology import LinkClass
 from hotspa_megatron.strict_yaml import ConfigError
 
@@ -97,3 +98,34 @@ def test_a_file_of_ones_own_is_named_after_itself(tmp_path: Path) -> None:
     hardware = load_hardware(changed(tmp_path, "value: 81252", "value: 40000"))
     assert isinstance(hardware, Hardware)
     assert (hardware.name, hardware.memory_mib) == ("mine", 40000)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A800-SXM4-80GB", "a800-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA L40S", "l40s-pcie"),
+        ("AMD Instinct MI250X", "mi250x"),
+        ("NVIDIA GH200 480GB", UNKNOWN_DEVICE),
+        ("NVIDIA GeForce RTX 4090", UNKNOWN_DEVICE),
+        (None, "cpu-gloo"),
+    ],
+)
+def test_a_device_finds_its_description(device: str | None, name: str) -> None:
+    assert described_device(device) == name
+    assert name in hardware_names()
+
+
+def test_nodes_of_another_size_keep_their_cards_in_proportion() -> None:
+    hardware = replace(load_hardware("a800-80"), cards_per_node=4)
+    found = [
+        (hardware.with_nodes_of(gpus).gpus_per_node, hardware.with_nodes_of(gpus).cards_per_node) for gpus in (1, 4, 8)
+    ]
+    assert found == [(1, 1), (4, 2), (8, 4)]
+    assert hardware.with_nodes_of(4).topology(16).num_nodes == 4

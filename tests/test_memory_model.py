@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hotspa_megatron.planning.execution import Execution, legal_executions
+from hotspa_megatron.planning.execution import Execution, legal_executions, recomputed_share
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.legality import tp_problem
@@ -153,6 +154,11 @@ def test_homes_uneven_stages_hold_for_its_layout_alone() -> None:
     assert [len(stage) for stage in memory.stages(home)] == [1, 5]
     assert [len(stage) for stage in memory.stages(strategy(4, pp=1))] == [6]
     assert [len(stage) for stage in MemoryModel(shape, A800, 4).stages(home)] == [3, 3]
+    # What Megatron made of flags that the shape does not hold.
+    found = MemoryModel(shape, A800, 4, home=home, home_layers=((0, 1), (2, 3, 4, 5)))
+    assert [len(stage) for stage in found.stages(home)] == [2, 4]
+    assert found.numels(home)[0] < memory.numels(home)[1]
+    assert [len(stage) for stage in found.stages(strategy(4, pp=1))] == [6]
 
 
 @settings(deadline=None)
@@ -184,6 +190,15 @@ def test_candidates_are_exactly_the_legal_ones(heads: int, groups: int, layers: 
         and shape.padded_vocab_size % tp == 0
     }
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("flags", "share"),
+    [((None, None, None), 0), (("selective", None, None), 0), (("full", "uniform", 1), 1), (("full", "block", 2), 0.25),
+     (("full", "block", None), 0.125), (("full", "block", 20), 1)],
+)  # fmt: skip
+def test_megatrons_flags_say_how_much_is_recomputed(flags: tuple[Any, Any, Any], share: float) -> None:
+    assert recomputed_share(*flags, layers_of_a_stage=8) == share
 
 
 def test_an_execution_says_what_it_is() -> None:

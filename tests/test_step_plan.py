@@ -187,6 +187,7 @@ def planner_of(
     world: int,
     costs: StepCosts | None = None,
     budgets: Mapping[int, int] | None = None,
+    merge: bool = True,
 ) -> StepPlanner:
     """A planner of (max_length, tp, cp, pp) per group, the last home's; budgets by max_length, which is their default."""
     made = [(length, Strategy.from_world(world, tp=tp, cp=cp, pp=pp)) for length, tp, cp, pp in sizes]
@@ -203,7 +204,7 @@ def planner_of(
                 alignment=alignment_of(strategy, sequence_parallel=True),
             )
         )
-    return StepPlanner(groups, costs)
+    return StepPlanner(groups, costs, merge=merge)
 
 
 SIZES = [(4096, 1, 1, 2), (8192, 2, 1, 1), (16384, 4, 1, 1), (24576, 8, 1, 1), (32768, 8, 2, 1)]
@@ -290,6 +291,22 @@ def test_a_small_group_joins_the_next_longer_strategy_where_its_switch_does_not_
     assert used([60] * 40 + [100] * 40 + [200]) == [small, middle, home]
     assert used([60] * 40 + [200]) == [small, home]
     assert used([2, 2, 200]) == [home]
+
+
+def test_merging_can_be_forbidden_and_leaves_the_order_to_the_costs() -> None:
+    dear = costs_of(SIZES, 16, switch=100.0, fold=100.0)
+    assert dear.moves is not None
+    one, two = (Strategy.from_world(16, tp=tp, cp=cp, pp=pp) for _, tp, cp, pp in SIZES[:2])
+    moves = dataclasses.replace(dear.moves, switches={**dear.moves.switches, (None, two): 1.0, (two, one): 1.0})
+    costs = dataclasses.replace(dear, moves=moves)
+    lengths = [100, 5000, 10_000, 20_000, 32_768]
+
+    def used(lengths: list[int], *, merge: bool) -> list[int]:
+        return [s.group for s in planner_of(SIZES, world=16, costs=costs, merge=merge).plan(lengths).segments]
+
+    assert set(used(lengths, merge=True)) <= {3, 4}
+    assert used(lengths, merge=False) == [1, 0, 2, 3, 4]
+    assert used([100, 32_768], merge=False) == [0, 4]
 
 
 def test_the_cheapest_single_strategy_for_the_steps_own_longest_is_a_candidate() -> None:

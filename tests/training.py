@@ -210,9 +210,14 @@ class Run:
 
 
 def flag(config: str | None) -> tuple[str, ...]:
-    """The flag with a file of this text; nothing for None."""
+    """The flag with a file of this text; nothing for None.
+
+    On models this small no switch pays: a text that does not say otherwise has every length group run as it is listed.
+    """
     if config is None:
         return ()
+    if "merge:" not in config:
+        config = f"{config.rstrip()}\nmerge: never\n"
     path = workspace() / f"{hashlib.sha256(config.encode()).hexdigest()[:12]}.yaml"
     path.write_text(config)
     return ("--hotspa-config", str(path))

@@ -13,6 +13,7 @@ from typing import Final
 
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
+from hotspa_megatron.planning.execution import recomputed_share
 from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -157,13 +158,12 @@ def _flag(arguments: Sequence[str], flag: str) -> int | None:
 
 
 def _recompute(arguments: Sequence[str], line: MegatronCommandLine) -> float:
-    """Selective recomputation keeps as much as none where attention is fused, so it counts as none."""
-    if _word(arguments, "--recompute-granularity") != "full":
-        return 0.0
-    if _word(arguments, "--recompute-method") != "block":
-        return 1.0
-    layers = _flag(arguments, "--recompute-num-layers") or 1
-    return min(1.0, layers * line.home.pp / line.shape.num_layers)
+    return recomputed_share(
+        _word(arguments, "--recompute-granularity"),
+        _word(arguments, "--recompute-method"),
+        _flag(arguments, "--recompute-num-layers"),
+        layers_of_a_stage=line.shape.num_layers / line.home.pp,
+    )
 
 
 def _word(arguments: Sequence[str], flag: str) -> str | None:

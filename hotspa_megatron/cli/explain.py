@@ -149,6 +149,7 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
         "digest": config.digest(),
         "samples": config.samples,
         "overlong": config.overlong,
+        "merge": config.merge,
         "switch": {
             name: getattr(config.switch, name) for name in ("chunk_mb", "prefetch", "transport", "max_group_mb")
         },
@@ -203,7 +204,7 @@ def _print_file(config: HotSPaConfig) -> None:
         tables.row(table, _range(lengths), entry.tp, entry.cp, entry.pp, budget)
     tables.print_table(console, "Strategies of the file", table)
     tables.say(console, "Home takes what is longer. Give Megatron's arguments behind -- for home, groups and memory.")
-    tables.say(console, f"samples: {config.samples}; overlong: {config.overlong}")
+    tables.say(console, f"samples: {config.samples}; overlong: {config.overlong}; merge: {config.merge}")
 
 
 def _print(
@@ -222,7 +223,10 @@ def _print(
         tables.row(table, _range(lengths), each.strategy, each.kind, f"{each.tokens_per_microbatch:,}", ranks)
     tables.print_table(console, f"Strategies on {world} ranks", table)
     tables.say(console, "Ranks: replicas x ranks of one replica.")
-    tables.say(console, f"samples: {resolved.config.samples}; overlong: {resolved.config.overlong}")
+    tables.say(
+        console,
+        f"samples: {resolved.config.samples}; overlong: {resolved.config.overlong}; merge: {resolved.config.merge}",
+    )
 
     table = tables.table("axes", "distinct", left=_LEFT)
     for axes, count in groups.per_axes.items():

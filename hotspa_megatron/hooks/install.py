@@ -20,9 +20,10 @@ import torch.distributed as dist
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, load_config, resolve
 from hotspa_megatron.hooks import arguments, compat, cpu, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
+from hotspa_megatron.hooks.costs import decide_costs
 from hotspa_megatron.hooks.data import StepLoader
 from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunner, count_work
-from hotspa_megatron.hooks.model import build_guest, builder_for, read_home
+from hotspa_megatron.hooks.model import LogicalModel, build_guest, builder_for, read_home
 from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates, recording_groups
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.hooks.samples import (
@@ -95,7 +96,7 @@ class Session:
     def __init__(self, args: Any, resolved: ResolvedConfig) -> None:
         self.args = args
         self.resolved = resolved
-        self.planner = StepPlanner.from_resolved(resolved)
+        self._planner: StepPlanner | None = None
         self.pool = GroupPool()
         self.states: ParallelStates | None = None
         self.transport: BatchedTransport | None = None
@@ -106,10 +107,17 @@ class Session:
         path = os.environ.get(STEP_LOG_VARIABLE)
         self.log = StepLog(Path(path)) if path and args.rank == 0 else None
 
+    @property
+    def planner(self) -> StepPlanner:
+        """The planner of steps, from when the model is there."""
+        assert self._planner is not None
+        return self._planner
+
     def prepare_runner(self, model: list[Any], build: Callable[[ParallelState], list[Any]]) -> StepRunner:
         """Build the guests beside home's ``model`` and make the runner of steps. Collective."""
         assert self.states is not None and self.transport is not None
         logical = read_home(model, self.resolved.home.strategy)
+        self._planner = self._plan_by_costs(logical)
         # Each guest once, in the order of the file, however many length groups it serves.
         layers = {s.strategy: s.layers for s in self.resolved.strategies if s.kind is Kind.GUEST}
         self.runner = StepRunner(
@@ -126,6 +134,14 @@ class Session:
             log=_say,
         )
         return self.runner
+
+    def _plan_by_costs(self, logical: LogicalModel) -> StepPlanner:
+        costs, source = decide_costs(self.args, self.resolved, logical, self.topology)
+        merge = self.resolved.config.merge == "auto"
+        if self.resolved.strategies:
+            what = "length groups are merged where switches do not pay" if merge else "no length group is merged"
+            _say(f"{what} (merge: {self.resolved.config.merge}); times are those of {source}")
+        return StepPlanner.from_resolved(self.resolved, costs, merge=merge)
 
 
 def current_session() -> Session | None:

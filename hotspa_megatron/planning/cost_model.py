@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Final, TypeAlias
@@ -82,7 +82,7 @@ class StageTime:
 
 
 class CostModel:
-    """Times of one model on one cluster. ``home``: see ``MemoryModel``, which this one holds as ``memory``.
+    """Times of one model on one cluster. ``home``, ``home_layers``: see ``MemoryModel``, which this one holds as ``memory``.
 
     Results depend on the arguments alone and are kept.
     """
@@ -94,12 +94,15 @@ class CostModel:
         world_size: int,
         *,
         home: Strategy | None = None,
+        home_layers: Sequence[Sequence[int]] | None = None,
         optimizer_bytes: int = ADAM_BYTES,
     ) -> None:
         self.shape = shape
         self.hardware = hardware
         self.world_size = world_size
-        self.memory = MemoryModel(shape, hardware, world_size, home=home, optimizer_bytes=optimizer_bytes)
+        self.memory = MemoryModel(
+            shape, hardware, world_size, home=home, home_layers=home_layers, optimizer_bytes=optimizer_bytes
+        )
         self.topology = hardware.topology(world_size)
         parameters = gpt_parameters(shape)
         matrices = [(p.place, math.prod(p.shape)) for p in parameters if len(p.shape) == 2]

@@ -50,6 +50,18 @@ class Execution:
         return self.strategy.tp, self.strategy.pp
 
 
+def recomputed_share(
+    granularity: str | None, method: str | None, num_layers: int | None, *, layers_of_a_stage: float
+) -> float:
+    """The share of layers that Megatron's --recompute-granularity, -method and -num-layers recompute in full.
+
+    Selective recomputation keeps as much as none where attention is fused, so it counts as none.
+    """
+    if granularity != "full":
+        return 0.0
+    return min(1.0, (num_layers or 1) / layers_of_a_stage) if method == "block" else 1.0
+
+
 def legal_executions(
     shape: ModelShape,
     world_size: int,

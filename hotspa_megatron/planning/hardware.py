@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -21,6 +21,13 @@ from hotspa_megatron.strict_yaml import Value, config_error, read_document, show
 Curve: TypeAlias = tuple[tuple[int, float], ...]
 """(at, value) points by ascending ``at``."""
 
+UNKNOWN_DEVICE: Final = "a100-80"
+"""What stands for a device that no description is named after: the oldest of those that large runs are made on."""
+_DEVICES: Final = (
+    *((r"H200", "h200"), (r"H100", "h100"), (r"H20", "h20"), (r"A800", "a800-80"), (r"A100.*\b40 ?GB", "a100-40")),
+    *((r"A100", "a100-80"), (r"L40S?", "l40s-pcie"), (r"MI250X?", "mi250x")),
+)
+"""A word in the name that a device's driver gives it, and the description that fits."""
 _FOLDER: Final = Path(__file__).with_suffix("")
 _MIB: Final = 2**20
 _FIELDS_OF_A_NUMBER: Final = ("value", "source", "assumed")
@@ -79,6 +86,11 @@ class Hardware:
         """Seconds per layer and micro-batch; a tp that is not listed takes the next listed one below."""
         return [microseconds for at, microseconds in self.layer_overhead_us if at <= tp][-1] * 1e-6
 
+    def with_nodes_of(self, gpus: int) -> Hardware:
+        """The same devices and links with so many of them in each node, and cards in proportion."""
+        cards = max(1, round(self.cards_per_node * gpus / self.gpus_per_node))
+        return replace(self, gpus_per_node=gpus, cards_per_node=min(cards, gpus))
+
     def topology(self, world_size: int) -> Topology:
         """These nodes, filled one after the other, as reshard plans see them."""
         return Topology.nodes(
@@ -98,6 +110,13 @@ class Hardware:
 def hardware_names() -> tuple[str, ...]:
     """The descriptions that come with the package."""
     return tuple(sorted(path.stem for path in _FOLDER.glob("*.yaml")))
+
+
+def described_device(device: str | None) -> str:
+    """The description for a device by its driver's name for it, as "NVIDIA H100 80GB HBM3"; None: no device, ranks on CPU."""
+    if device is None:
+        return "cpu-gloo"
+    return next((name for word, name in _DEVICES if re.search(rf"\b{word}\b", device)), UNKNOWN_DEVICE)
 
 
 def load_hardware(name: str | Path) -> Hardware:

@@ -6,6 +6,7 @@ counted from the tensors that the backward pass keeps, scaled to published measu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -63,7 +64,8 @@ class Held:
 class MemoryModel:
     """Bytes of one model on one world. ``home`` given: its uneven stages hold for its layout; all others are even.
 
-    ``optimizer_bytes``: state per parameter. Results depend on the arguments alone and are kept.
+    ``home_layers``: the layers of home's stages, where they do not follow from the shape. ``optimizer_bytes``: state per
+    parameter. Results depend on the arguments alone and are kept.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class MemoryModel:
         world_size: int,
         *,
         home: Strategy | None = None,
+        home_layers: Sequence[Sequence[int]] | None = None,
         optimizer_bytes: int = ADAM_BYTES,
     ) -> None:
         self.shape = shape
@@ -80,6 +83,7 @@ class MemoryModel:
         self.world_size = world_size
         self.optimizer_bytes = optimizer_bytes
         self._home = home
+        self._home_layers = home_layers
         self._layouts: dict[tuple[int, int], Layout] = {}
         self._numels: dict[tuple[int, int], tuple[int, ...]] = {}
         self._static: dict[tuple[Strategy, Strategy], tuple[tuple[int, int, int, int, int], ...]] = {}
@@ -88,10 +92,12 @@ class MemoryModel:
     def _parameters(self) -> tuple[object, ...]:
         return gpt_parameters(self.shape)
 
-    def stages(self, strategy: Strategy) -> tuple[range, ...]:
+    def stages(self, strategy: Strategy) -> Sequence[Sequence[int]]:
         """Layers of each pipeline stage."""
         shape = self.shape
         if self._home is not None and strategy.same_layout(self._home):
+            if self._home_layers is not None:
+                return self._home_layers
             return stage_layers(shape.num_layers, strategy.pp, shape.layers_in_first_stage, shape.layers_in_last_stage)
         return stage_layers(shape.num_layers, strategy.pp)
 

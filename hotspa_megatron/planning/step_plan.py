@@ -229,17 +229,19 @@ class _Range(NamedTuple):
 class StepPlanner:
     """Plans steps over fixed length groups, given short to long with home last. Holds nothing that changes.
 
-    With ``costs.moves``, sequences of a length group join the next longer group in use where that is cheaper over the
-    whole step, and guests are ordered so that switches take least. Choices are searched by estimates; what comes of it is
+    With ``costs.moves``, guests are ordered so that switches take least. ``merge`` False: every group with sequences runs
+    under its own strategy, whatever that costs. Otherwise sequences of a length group join the next longer group in use
+    where that is cheaper over the whole step. Choices are searched by estimates; what comes of it is
     packed and compared with the groups as given, with home alone (the static run), and with the best single strategies
     that take the step's own longest sequence, so that a plan is never modelled slower than those.
     """
 
-    def __init__(self, groups: Sequence[LengthGroup], costs: StepCosts | None = None) -> None:
+    def __init__(self, groups: Sequence[LengthGroup], costs: StepCosts | None = None, *, merge: bool = True) -> None:
         if not groups or groups[-1].kind is not Kind.HOME:
             raise ValueError("the last length group must be home's")
         self.groups = tuple(groups)
         self.costs = costs if costs is not None else StepCosts()
+        self.merge = merge and self.costs.moves is not None
         self._max_lengths = np.array([group.max_length for group in groups], np.int64)
         for shorter, longer in itertools.pairwise(groups):
             if shorter.max_length > longer.max_length:
@@ -258,7 +260,7 @@ class StepPlanner:
                 self._guest_orders = _best_orders(guests, self.costs.moves)
 
     @classmethod
-    def from_resolved(cls, resolved: Any, costs: StepCosts | None = None) -> StepPlanner:
+    def from_resolved(cls, resolved: Any, costs: StepCosts | None = None, *, merge: bool = True) -> StepPlanner:
         """The planner of a resolved configuration (``config.ResolvedConfig``)."""
         return cls(
             [
@@ -272,6 +274,7 @@ class StepPlanner:
                 for each in (*resolved.strategies, resolved.home)
             ],
             StepCosts(other_times=MicroBatchTime.relative(resolved.shape)) if costs is None else costs,
+            merge=merge,
         )
 
     def plan(self, lengths: Sequence[int] | NDArray[np.integer]) -> StepPlan:
@@ -384,9 +387,9 @@ class _Step:
         self._ranges: dict[tuple[int, int], _Range] = {}
 
     def candidates(self) -> list[tuple[int, ...]]:
-        """Choices worth packing: the groups as given; with costs also home alone, and by estimate the best of all others."""
+        """Choices worth packing: the groups as given; to merge also home alone, and by estimate the best of all others."""
         as_given = tuple(self._with_work)
-        if self._planner.costs.moves is None:
+        if not self._planner.merge:
             return [as_given]
         singles = [(position,) for position in range(self._with_work[-1], len(self._planner.groups))]
         estimates = [self._estimate(single) for single in singles]
@@ -398,7 +401,7 @@ class _Step:
         return list(dict.fromkeys([as_given, self._best_merge(), *near, singles[-1]]))
 
     def seconds(self, used: tuple[int, ...]) -> float:
-        if self._planner.costs.moves is None:
+        if not self._planner.merge:
             return 0.0  # there is only one candidate
         work = sum(self._planner._segment_seconds(segment, self._lengths) for segment in self.segments(used))
         return work + self._planner._moving(self._planner._in_order(used))

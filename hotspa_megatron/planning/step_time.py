@@ -71,7 +71,8 @@ class RunModel:
         self.groups = tuple(groups)
         self.home = groups[-1].execution.strategy
         self.planner = StepPlanner(
-            [self._length_group(choice, last=choice is groups[-1]) for choice in groups], self._costs()
+            [self._length_group(choice, last=choice is groups[-1]) for choice in groups],
+            step_costs(model, [choice.execution for choice in groups]),
         )
 
     def step(self, lengths: np.ndarray) -> StepTime:
@@ -145,21 +146,26 @@ class RunModel:
             multiple_of=strategy.pp if choice.execution.vpp > 1 else 1,
         )
 
-    def _costs(self) -> StepCosts:
-        times: dict[Strategy, MicroBatchTime] = {}
-        for choice in self.groups:
-            times.setdefault(choice.execution.strategy, self.model.stage_time(choice.execution).linear())
-        guests = sorted({each for each in times if not each.same_layout(self.home)})
-        model, home = self.model, self.home
-        return StepCosts(
-            times=times,
-            moves=Moves(
-                switches={
-                    (before, guest): model.switch_seconds(home, before, guest)
-                    for guest in guests
-                    for before in (None, *guests)
-                    if before != guest
-                },
-                folds={guest: model.fold_seconds(guest, home) + model.guest_reduction(guest) for guest in guests},
-            ),
-        )
+
+def step_costs(model: CostModel, executions: Sequence[Execution]) -> StepCosts:
+    """What a planner of steps has to know of time, for these executions of the length groups, short to long, home last.
+
+    Moves are timed on the reshard plans that a run carries out: ``model`` must have been made with this home.
+    """
+    home = executions[-1].strategy
+    times: dict[Strategy, MicroBatchTime] = {}
+    for execution in executions:
+        times.setdefault(execution.strategy, model.stage_time(execution).linear())
+    guests = sorted({each for each in times if not each.same_layout(home)})
+    return StepCosts(
+        times=times,
+        moves=Moves(
+            switches={
+                (before, guest): model.switch_seconds(home, before, guest)
+                for guest in guests
+                for before in (None, *guests)
+                if before != guest
+            },
+            folds={guest: model.fold_seconds(guest, home) + model.guest_reduction(guest) for guest in guests},
+        ),
+    )

@@ -1,0 +1,61 @@
+"""What a running job's step planner knows of time: decided once, at the start, by rank 0 for all ranks.
+
+Planning stays a pure function of what is decided here. ``hardware_here`` is the one place that says what the job runs on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hotspa_megatron.config import ResolvedConfig
+from hotspa_megatron.hooks import cpu
+from hotspa_megatron.hooks.model import LogicalModel
+from hotspa_megatron.planning.cost_model import CostModel
+from hotspa_megatron.planning.execution import Execution, recomputed_share
+from hotspa_megatron.planning.hardware import Hardware, described_device, load_hardware
+from hotspa_megatron.planning.step_plan import StepCosts
+from hotspa_megatron.planning.step_time import step_costs
+from hotspa_megatron.planning.topology import Topology
+
+
+def hardware_here() -> tuple[Hardware, str]:
+    """The description of this rank's device, and how it was found."""
+    device = None if cpu.needed() else torch.cuda.get_device_name()
+    name = described_device(device)
+    return load_hardware(name), f"the description {name} of {device or 'ranks on CPU'}"
+
+
+def decide_costs(
+    args: Any, resolved: ResolvedConfig, logical: LogicalModel, topology: Topology
+) -> tuple[StepCosts, str]:
+    """What rank 0 finds for the job's strategies on the nodes of ``topology``, and what that rests on. Collective.
+
+    One rank decides: on another kind of device, or with another library of mathematics, a rank could plan other steps.
+    """
+    decided: list[Any] = [None]
+    if dist.get_rank() == 0:
+        hardware, source = hardware_here()
+        decided = [(_costs_on(hardware.with_nodes_of(topology.gpus_per_node), args, resolved, logical), source)]
+    dist.broadcast_object_list(decided, src=0)
+    costs, source = decided[0]
+    return costs, source
+
+
+def _costs_on(hardware: Hardware, args: Any, resolved: ResolvedConfig, logical: LogicalModel) -> StepCosts:
+    home = resolved.home.strategy
+    model = CostModel(
+        resolved.shape, hardware, home.world_size, home=home, home_layers=[list(stage) for stage in logical.home_layers]
+    )
+    share = recomputed_share(
+        args.recompute_granularity,
+        args.recompute_method,
+        args.recompute_num_layers,
+        layers_of_a_stage=resolved.shape.num_layers / home.pp,
+    )
+    return step_costs(
+        model,
+        [Execution(strategy=each.strategy, recompute=share) for each in (*resolved.strategies, resolved.home)],
+    )
