@@ -255,7 +255,9 @@ def a_cache_that_is_not_whole_is_named(rank: int, world_size: int, tmp_path: Pat
     ):
         module.TokenisedFile.open(other, folder)
     os.truncate(folder / "targets.bin", 100)
-    with pytest.raises(ValueError, match=r"targets\.idx: sequence 1 .* was cut short.* remove .*, and it is made anew"):
+    with pytest.raises(
+        ValueError, match=r"targets\.bin: the file is cut off: .*sequence 1 is.* remove .*, and it is made anew"
+    ):
         module.TokenisedFile.open(ConversationFile(path), folder)
 
 

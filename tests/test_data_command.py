@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotspa_megatron.cli import data
 from hotspa_megatron.cli.main import main
+from hotspa_megatron.planning import data_check
 from hotspa_megatron.planning import lengths as lengths_module
 from tests.test_lengths import OPENWEBTEXT, write_index
 
@@ -139,7 +139,7 @@ def test_every_fault_is_found_and_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     monkeypatch.setattr(lengths_module, "_CHUNK", chunk)
-    monkeypatch.setattr(data, "_CHUNK", chunk)
+    monkeypatch.setattr(data_check, "_CHUNK", chunk)
     prefix = write_index(tmp_path / "data", LENGTHS, boundaries=[0, 2, 5, 7])
     index, tokens = tmp_path / "data.idx", tmp_path / "data.bin"
     whole_index, whole_tokens = index.read_bytes(), tokens.read_bytes()

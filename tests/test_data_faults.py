@@ -59,16 +59,26 @@ FAULTS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "index cut short": (lambda idx, data: os.truncate(idx, 60), r"\.idx: 3 sequences .* bytes are missing"),
     "data cut short": (
         lambda idx, data: os.truncate(data, 31),
-        r"\.idx: sequence 2 has 2 tokens from byte 28 on, but corpus\.bin has 31 bytes: it was cut short",
+        r"\.bin: the file is cut off: it has 31 of 32 bytes, and sequence 2 is the first that cannot be read",
     ),
     "another header": (lambda idx, data: _put(idx, 0, 0, np.int8), r"\.idx: this is not an index"),
-    "negative length": (lambda idx, data: _put(idx, _LENGTHS, -5, np.int32), r"\.idx: sequence 0 has -5 tokens"),
+    "negative length": (lambda idx, data: _put(idx, _LENGTHS, -5, np.int32), r"\.idx: sequence 0 has length -5"),
     "pointer behind the data": (
         lambda idx, data: _put(idx, _POINTERS + 8, 1 << 40, np.int64),
-        r"\.idx: sequence 1 has 9 tokens from byte 1,099,511,627,776 on",
+        r"\.idx: sequence 1 should start at byte 10, .* but its pointer is 1,099,511,627,776",
     ),
-    "negative pointer": (lambda idx, data: _put(idx, _POINTERS + 8, -2, np.int64), r"\.idx: sequence 1 .* byte -2"),
-    "boundary": (lambda idx, data: _put(idx, _BOUNDARIES + 24, 2, np.int64), r"\.idx: its documents do not end at"),
+    "negative pointer": (
+        lambda idx, data: _put(idx, _POINTERS + 8, -2, np.int64),
+        r"\.idx: sequence 1 should start at byte 10, .* pointer is -2",
+    ),
+    "data of another index": (
+        lambda idx, data: data.write_bytes(bytes(40)),
+        r"\.bin: 8 bytes lie behind the last sequence",
+    ),
+    "boundary": (
+        lambda idx, data: _put(idx, _BOUNDARIES + 24, 2, np.int64),
+        r"\.idx: documents cover from 0 to 2, but there are 3 sequences",
+    ),
 }
 
 
@@ -105,7 +115,8 @@ def refusal(job: Job) -> str:
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"), [("data cut short", "documents.bin has 31 bytes: it was cut short"), ("no index", "No such")]
+    ("fault", "message"),
+    [("data cut short", "documents.bin: the file is cut off: it has 31 of"), ("no index", "No such")],
 )
 def test_a_job_with_such_data_does_not_start(tmp_path: Path, fault: str, message: str) -> None:
     prefix = _copy(tmp_path, corpus())

@@ -17,7 +17,7 @@ from hotspa_megatron.cli.options import numbers
 from hotspa_megatron.planning.alignment import Alignment
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram
-from hotspa_megatron.planning.packing import MicroBatches, lower_bound, pack
+from hotspa_megatron.planning.packing import MicroBatches, first_fit, lower_bound, pack
 from hotspa_megatron.planning.step_plan import MicroBatchTime
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def bench_packing(
         packed = pack(lengths, budget=budget, dp=dp, alignment=alignment, cost=cost)
         seconds += time.process_time() - started
         count += sum(map(len, packed))
-        computed += sum(_padded(lengths, batch, alignment) for rank in packed for batch in rank)
+        computed += sum(alignment.micro_batch(lengths[index] for index in batch) for rank in packed for batch in rank)
         if not lengths:
             continue
         costs = [cost(length) for length in lengths]
@@ -161,7 +161,7 @@ def bench_packing(
         imbalances.append(_imbalance(loads))
         simple.append(max(loads) / max(sum(costs) / dp, *costs) - 1)
         bound.append(max(loads) / lower_bound(costs, dp) - 1)
-        in_turn.append(_imbalance(_loads(_first_fit(lengths, budget, dp, alignment), costs)))
+        in_turn.append(_imbalance(_loads(_dealt_in_turn(lengths, budget, dp, alignment), costs)))
     tokens = sum(map(sum, batches))
     return PackingResult(
         lower=lower,
@@ -179,10 +179,6 @@ def bench_packing(
     )
 
 
-def _padded(lengths: Sequence[int], batch: Sequence[int], alignment: Alignment) -> int:
-    return alignment.pad_total(sum(alignment.pad_sequence(lengths[index]) for index in batch))
-
-
 def _loads(packed: Sequence[MicroBatches], costs: Sequence[float]) -> list[float]:
     return [sum(costs[index] for batch in rank for index in batch) for rank in packed]
 
@@ -191,18 +187,9 @@ def _imbalance(loads: Sequence[float]) -> float:
     return 1 - sum(loads) / len(loads) / max(loads)
 
 
-def _first_fit(lengths: Sequence[int], budget: int, dp: int, alignment: Alignment) -> list[MicroBatches]:
+def _dealt_in_turn(lengths: Sequence[int], budget: int, dp: int, alignment: Alignment) -> list[MicroBatches]:
     """Sequences as they come, each into the first micro-batch with room; those dealt to ranks in turn."""
-    batches: list[list[int]] = []
-    rooms: list[int] = []
-    for index, length in enumerate(lengths):
-        size = alignment.pad_sequence(length)
-        place = next((place for place, room in enumerate(rooms) if room >= size), len(rooms))
-        if place == len(rooms):
-            batches.append([])
-            rooms.append(budget)
-        batches[place].append(index)
-        rooms[place] -= size
+    batches = first_fit(map(alignment.pad_sequence, lengths), budget)
     return [tuple(tuple(batch) for batch in batches[rank::dp]) for rank in range(dp)]
 
 

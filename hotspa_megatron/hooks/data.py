@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -95,11 +95,6 @@ class MicroBatch:
     longest: int
 
 
-def padded_tokens(lengths: Sequence[int], alignment: Alignment) -> int:
-    """Tokens of a micro-batch of these sequences over all its context-parallel ranks."""
-    return alignment.pad_total(sum(alignment.pad_sequence(length) for length in lengths))
-
-
 class SegmentIterator:
     """The micro-batches of one segment that this rank runs, in order; ``forward_step`` takes them from here.
 
@@ -111,7 +106,7 @@ class SegmentIterator:
         self._step, self._samples, self._at, self._alignment = step, samples, at, alignment
         self._cp = segment.strategy.cp
         self._batches = segment.micro_batches[at.dp]
-        totals = [padded_tokens([step.plan.lengths[i] for i in batch], alignment) for batch in self._batches]
+        totals = [alignment.micro_batch(step.plan.lengths[i] for i in batch) for batch in self._batches]
         self.total_tokens = max(totals, default=0)
         self._totals = [self.total_tokens] * len(totals) if segment.strategy.pp > 1 else totals
         self._next = 0
@@ -175,6 +170,6 @@ def padding_fraction(step: Step, planner: StepPlanner) -> float:
     for segment in step.plan.segments:
         alignment = planner.groups[segment.group].alignment
         for batches in segment.micro_batches:
-            totals = [padded_tokens([step.plan.lengths[i] for i in batch], alignment) for batch in batches]
+            totals = [alignment.micro_batch(step.plan.lengths[i] for i in batch) for batch in batches]
             computed += max(totals, default=0) * len(totals) if segment.strategy.pp > 1 else sum(totals)
     return 1.0 - sum(step.plan.lengths) / computed if computed else 0.0

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from hotspa_megatron.config import Overlong
 from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.planning.data_check import check_data
 from hotspa_megatron.planning.lengths import LengthHistogram, read_index
 from hotspa_megatron.planning.sample_order import SampleOrder
 
@@ -418,27 +419,10 @@ def _check_readable(path: str) -> None:
 
 
 def check_index(prefix: str) -> None:
-    """Hold an index against its data file. ValueError where a document lies outside of it, or none has a target."""
-    index = read_index(prefix)
-    try:
-        size = index.data_path.stat().st_size
-    except OSError as error:
-        raise ValueError(f"{index.data_path}: {error.strerror}") from None
-    ends = index.boundaries
-    if not len(ends) or ends[0] != 0 or ends[-1] != len(index.lengths):
-        raise ValueError(f"{index.path}: its documents do not end at its last of {len(index.lengths):,} sequences")
-    itemsize, longest = index.token_dtype.itemsize, 0
-    for first, lengths, pointers in index.chunks():
-        wrong = np.flatnonzero((lengths < 0) | (pointers < 0) | (pointers + lengths * itemsize > size))
-        if len(wrong):
-            at = wrong[0]
-            raise ValueError(
-                f"{index.path}: sequence {first + at} has {lengths[at]:,} tokens from byte {pointers[at]:,} on, but "
-                f"{index.data_path.name} has {size:,} bytes: it was cut short, or belongs to another index"
-            )
-        longest = max(longest, int(lengths.max()))
-    if longest < 2:
-        raise ValueError(f"{index.path}: no document has two tokens or more, so there is nothing to train on")
+    """Raise ValueError, one line, where an index and its data file are not whole, or hold nothing to train on."""
+    summary = check_data(read_index(prefix))
+    if summary.longest < 2:
+        raise ValueError(f"{summary.index}: no document has two tokens or more, so there is nothing to train on")
 
 
 @contextlib.contextmanager

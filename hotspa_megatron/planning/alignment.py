@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hotspa_megatron.strategy import Strategy
@@ -31,6 +32,10 @@ class Alignment:
     def pad_total(self, tokens: int) -> int:
         """Tokens of a micro-batch whose padded sequences sum to ``tokens``."""
         return -(-tokens // self.total) * self.total
+
+    def micro_batch(self, lengths: Iterable[int]) -> int:
+        """Tokens of a micro-batch that holds sequences of these lengths."""
+        return self.pad_total(sum(self.pad_sequence(length) for length in lengths))
 
     def alone(self, tokens: int) -> int:
         """Tokens of a micro-batch that holds a single sequence of ``tokens``."""

@@ -20,6 +20,7 @@ from hotspa_megatron.planning.cost_model import CostModel, Seconds
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, Execution
 from hotspa_megatron.planning.legality import tp_problem
 from hotspa_megatron.planning.lengths import Lengths
+from hotspa_megatron.planning.packing import first_fit
 from hotspa_megatron.strategy import Strategy
 
 _ROWS: Final = (1, 2, 4, 8, 16)
@@ -98,7 +99,7 @@ def static_first_fit(model: CostModel, executions: Iterable[Execution], batches:
                 key = number, contexts
                 if key not in packed:
                     order = np.random.Generator(np.random.PCG64(0)).permutation(batch)
-                    packed[key] = _first_fit(order.tolist(), context * contexts)
+                    packed[key] = _rows(order, context * contexts)
                 tokens, squares = packed[key]
                 if execution.strategy.pp > 1:
                     # The stages of a pipeline exchange micro-batches of one shape.
@@ -126,20 +127,10 @@ def _rows_seconds(model: CostModel, execution: Execution, tokens: Seconds, squar
     return busy + model.home_reduction(strategy, last=last) + model.optimizer_seconds(strategy)
 
 
-def _first_fit(lengths: Iterable[int], room: int) -> tuple[Seconds, Seconds]:
-    """(tokens, sum of squares) of each row."""
-    tokens: list[int] = []
-    squares: list[float] = []
-    for length in lengths:
-        for row, filled in enumerate(tokens):
-            if filled + length <= room:
-                tokens[row] += length
-                squares[row] += float(length) ** 2
-                break
-        else:
-            tokens.append(length)
-            squares.append(float(length) ** 2)
-    return np.array(tokens, np.float64), np.array(squares)
+def _rows(lengths: Lengths, room: int) -> tuple[Seconds, Seconds]:
+    """(tokens, sum of squares) of each row that first fit fills."""
+    rows = [lengths[row].astype(np.float64) for row in first_fit(lengths.tolist(), room)]
+    return np.array([row.sum() for row in rows]), np.array([(row**2).sum() for row in rows])
 
 
 # --------------------------------------------------------------------------------------------------------- HotSPa's own rules
@@ -173,7 +164,7 @@ def hotspa_rules(model: CostModel, table: HotSPaTable, batches: Sequence[Lengths
             inside = np.sort(batch[(batch > lower) & (batch <= upper)])[::-1]
             if not len(inside):
                 continue
-            tokens, squares = _first_fit(inside.tolist(), upper)
+            tokens, squares = _rows(inside, upper)
             # What a row is padded with is a sequence of its own to the attention kernel.
             squares = squares + (upper - tokens) ** 2
             each = np.asarray(

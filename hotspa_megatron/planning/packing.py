@@ -145,6 +145,20 @@ def lower_bound(costs: Iterable[float], parts: int) -> float:
     return bound
 
 
+def first_fit(sizes: Iterable[int], room: int) -> list[list[int]]:
+    """Positions of ``sizes``, each as it comes put into the first part that has room: what a loader without a plan does."""
+    parts: list[list[int]] = []
+    left: list[int] = []
+    for position, size in enumerate(sizes):
+        part = next((part for part, free in enumerate(left) if free >= size), len(left))
+        if part == len(left):
+            parts.append([])
+            left.append(room)
+        parts[part].append(position)
+        left[part] -= size
+    return parts
+
+
 class _Items(NamedTuple):
     """Sequences as the algorithms see them: by position, dearest first; sizes are padded tokens."""
 
