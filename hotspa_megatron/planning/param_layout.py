@@ -221,6 +221,7 @@ class Layout:
         self.experts = experts
         self._stages = stages
         self._stage_size = strategy.world_size // strategy.pp
+        self._places: dict[int, tuple[int, int]] = {}
         self._pieces: dict[tuple[int, int, int], tuple[Piece, ...]] = {}
         self._holdings: dict[tuple[object, ...], tuple[Holding, ...]] = {}
 
@@ -278,8 +279,10 @@ class Layout:
 
     def _place(self, rank: int) -> tuple[int, int]:
         """The rank's pipeline stage and its position among the ranks of that stage."""
-        at = self.strategy.coordinates(rank)
-        return at.pp, rank - at.pp * self._stage_size
+        if rank not in self._places:
+            stage = self.strategy.coordinates(rank).pp
+            self._places[rank] = stage, rank - stage * self._stage_size
+        return self._places[rank]
 
     def _grid(self, parameter: LogicalParameter) -> _Grid:
         if parameter.expert is None:

@@ -345,9 +345,14 @@ class ReshardPlan:
         for source, placement in enumerate(self.sources):
             for piece in _pieces(placement, rank):
                 own.setdefault(piece.parameter, []).append((source, piece))
+        # Layers lie alike: they are cut once.
+        cuts: dict[tuple[Box, ...], list[tuple[Box, tuple[int, ...]]]] = {}
         for parameter, box, target in _pieces(self.destination, rank):
             held = own.get(parameter, [])
-            for cell, inside in _refine(box, [(piece.box, index) for index, (_, piece) in enumerate(held)]):
+            alike = (box, *(piece.box for _, piece in held))
+            if alike not in cuts:
+                cuts[alike] = list(_refine(box, [(piece.box, index) for index, (_, piece) in enumerate(held)]))
+            for cell, inside in cuts[alike]:
                 if inside:
                     source, piece = held[inside[0]]
                     start = added(piece.start, subtracted(cell.lo, piece.box.lo))
@@ -406,8 +411,9 @@ def _bundles(sources: Sequence[Placement], destination: Placement) -> tuple[_Bun
     """Everything that some rank needs and does not hold."""
     members: dict[tuple[int, int], list[tuple[tuple[int, ...], _Region]]] = {}
     masks: dict[Ranks, int] = {}
+    cuts: _Cuts = {}
     for parameters in _alike(sources, destination):
-        for region in _regions(sources, destination, parameters[0], masks):
+        for region in _regions(sources, destination, parameters[0], masks, cuts):
             owners = _union(ranks for *_, ranks in region.sources)
             needers = _union(ranks for _, ranks in region.destinations) & ~owners
             if not needers:
@@ -430,8 +436,12 @@ def _alike(sources: Sequence[Placement], destination: Placement) -> list[tuple[i
     return [tuple(group) for group in groups.values()]
 
 
+_Cuts = dict[tuple[object, ...], list[tuple[Box, list[tuple[int, Point, int]]]]]
+"""By the shapes of all sides: each cell with (source layout, start, side) of those around it, some of them destinations."""
+
+
 def _regions(
-    sources: Sequence[Placement], destination: Placement, parameter: int, masks: dict[Ranks, int]
+    sources: Sequence[Placement], destination: Placement, parameter: int, masks: dict[Ranks, int], cuts: _Cuts
 ) -> Iterator[_Region]:
     """The common refinement of all placements of one parameter, where the destination holds it."""
     sides = [(source, holding) for source, of in enumerate(sources) for holding in of.holdings(parameter)]
@@ -439,16 +449,26 @@ def _regions(
     for _, holding in sides:
         if holding.ranks not in masks:
             masks[holding.ranks] = _mask(holding.ranks)
-    whole = Box((0,) * len(destination.parameters[parameter].shape), destination.parameters[parameter].shape)
-    for box, inside in _refine(whole, [(holding.box, index) for index, (_, holding) in enumerate(sides)]):
-        found = []
-        for index in inside:
-            source, holding = sides[index]
-            start = added(holding.start, subtracted(box.lo, holding.box.lo))
-            found.append((source, start, masks[holding.ranks]))
-        needed = tuple((start, ranks) for source, start, ranks in found if source == DESTINATION)
-        if needed:
-            yield _Region(box, tuple(each for each in found if each[0] != DESTINATION), needed)
+    # Layers of different stages lie alike on different ranks: they are cut once.
+    shape = destination.parameters[parameter].shape
+    alike = (shape, tuple((source, holding.box, holding.start) for source, holding in sides))
+    if alike not in cuts:
+        whole = Box((0,) * len(shape), shape)
+        cells = []
+        for box, inside in _refine(whole, [(holding.box, index) for index, (_, holding) in enumerate(sides)]):
+            if any(sides[index][0] == DESTINATION for index in inside):
+                around = [(sides[index], index) for index in inside]
+                cells.append(
+                    (box, [(s, added(h.start, subtracted(box.lo, h.box.lo)), index) for (s, h), index in around])
+                )
+        cuts[alike] = cells
+    for box, found in cuts[alike]:
+        ranked = [(source, start, masks[sides[index][1].ranks]) for source, start, index in found]
+        yield _Region(
+            box,
+            tuple(each for each in ranked if each[0] != DESTINATION),
+            tuple((start, ranks) for source, start, ranks in ranked if source == DESTINATION),
+        )
 
 
 def _refine(box: Box, others: Sequence[tuple[Box, int]]) -> Iterator[tuple[Box, tuple[int, ...]]]:

@@ -37,6 +37,76 @@ class Sizes(NamedTuple):
     buffer: int
 
 
+class Region(NamedTuple):
+    """A region of a tensor as numbers: cheap to make and to join, and a view only when it is asked for.
+
+    ``offset`` and ``stride`` are those of the view, in elements; ``is_run``: it is one run of memory.
+    """
+
+    tensor: torch.Tensor
+    memory: tuple[int, torch.dtype]
+    """What regions must share to follow each other."""
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+    is_run: bool
+
+    @classmethod
+    def all_of(cls, tensor: torch.Tensor) -> Region:
+        """The whole tensor, detached: autograd must not learn of what is done to views of parameters."""
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        memory = tensor.untyped_storage()._cdata, tensor.dtype
+        numel, is_run = _extent(shape, stride)
+        return cls(tensor.detach(), memory, int(tensor.storage_offset()), shape, stride, numel, is_run)
+
+    def part(self, start: tuple[int, ...], shape: tuple[int, ...]) -> Region:
+        """The elements from ``start`` on, counted from this region's first."""
+        offset = self.offset
+        for low, step in zip(start, self.stride, strict=True):
+            offset += low * step
+        numel, is_run = _extent(shape, self.stride)
+        return Region(self.tensor, self.memory, offset, shape, self.stride, numel, is_run)
+
+    def parts(self, shapes: Iterable[tuple[int, ...]]) -> Iterator[Region]:
+        """Regions of these shapes, one after the other from the start of this one, which is a run."""
+        offset = self.offset
+        for shape in shapes:
+            numel = math.prod(shape)
+            yield Region(self.tensor, self.memory, offset, shape, _strides(shape), numel, is_run=True)
+            offset += numel
+
+    def view(self) -> torch.Tensor:
+        return self.tensor.as_strided(self.shape, self.stride, self.offset)
+
+    def flat(self, numel: int) -> torch.Tensor:
+        """The first ``numel`` elements of a run, and of the runs that follow it."""
+        return self.tensor.as_strided((numel,), (1,), self.offset)
+
+    def precedes(self, other: Region, numel: int) -> bool:
+        """Whether ``other`` starts where ``numel`` elements from the start of this one end, and both are runs."""
+        return self.is_run and other.is_run and other.offset == self.offset + numel and other.memory == self.memory
+
+
+def _extent(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, bool]:
+    """How many elements, and whether they are one run of memory."""
+    numel, is_run = 1, True
+    for index in range(len(shape) - 1, -1, -1):
+        size = shape[index]
+        if size != 1 and stride[index] != numel:
+            is_run = False
+        numel *= size
+    return numel, is_run
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    found = [1] * len(shape)
+    for index in range(len(shape) - 1, 0, -1):
+        found[index - 1] = found[index] * shape[index]
+    return tuple(found)
+
+
 class Copies:
     """Pairs of views: what to copy or add to, and of. Pairs that follow each other in memory are joined."""
 
@@ -44,10 +114,25 @@ class Copies:
         self.to: list[torch.Tensor] = []
         self.of: list[torch.Tensor] = []
 
-    def extend(self, to: Iterable[torch.Tensor], of: Iterable[torch.Tensor]) -> None:
-        for left, right in _joined(to, of):
-            self.to.append(left)
-            self.of.append(right)
+    def extend(self, to: Iterable[Region], of: Iterable[Region]) -> None:
+        """Add pairs of regions of equal shapes."""
+        first: tuple[Region, Region] | None = None
+        numel = 0
+        for pair in zip(to, of, strict=True):
+            if first is not None and first[0].precedes(pair[0], numel) and first[1].precedes(pair[1], numel):
+                numel += pair[0].numel
+                continue
+            self._add(first, numel)
+            first, numel = pair, pair[0].numel
+        self._add(first, numel)
+
+    def _add(self, pair: tuple[Region, Region] | None, numel: int) -> None:
+        if pair is None:
+            return
+        to, of = pair
+        runs = to.is_run and of.is_run
+        self.to.append(to.flat(numel) if runs else to.view())
+        self.of.append(of.flat(numel) if runs else of.view())
 
     def copy(self, *, through: torch.dtype | None = None) -> None:
         """Copy; ``through`` is the type that values take on the way, where it is neither end's."""
@@ -90,7 +175,7 @@ class _Piece:
     peer: int
     content: tuple[int, ...]
     """Pieces of the same content can share a place in the buffer."""
-    views: list[torch.Tensor]
+    regions: list[Region]
     numel: int
     run: torch.Tensor | None
     """The piece as it lies, where it is one run of memory."""
@@ -103,10 +188,15 @@ class Binder:
 
     def __init__(self, plan: RankPlan, *, sources: Sequence[Tensors], destination: Tensors, dtype: torch.dtype) -> None:
         self._plan, self._dtype = plan, dtype
-        # Detached: autograd must not learn of what is done to views of parameters.
-        self._sources = [{index: tensor.detach() for index, tensor in of.items()} for of in sources]
-        self._destination = {index: tensor.detach() for index, tensor in destination.items()}
-        every = (tensor.device for of in (*self._sources, self._destination) for tensor in of.values())
+        self._sources = len(sources)
+        # Only what the plan names: finding out about a tensor takes longer than about a region of it.
+        self._whole = {
+            (DESTINATION if each.source is None else each.source, each.parameter): Region.all_of(
+                (destination if each.source is None else sources[each.source])[each.parameter]
+            )
+            for each in plan.tensors
+        }
+        every = (tensor.device for of in (*sources, destination) for tensor in of.values())
         self._device = next(every, torch.device("cpu"))
         self._alignment = _ALIGNMENT // dtype.itemsize
 
@@ -127,13 +217,13 @@ class Binder:
             for piece in stretch:
                 tensor = piece.run
                 if tensor is None:
-                    tensor = buffers[index % 2].flat[piece.start : piece.start + piece.numel]
-                    parts = _parts(tensor, piece.views)
+                    place = Region.all_of(buffers[index % 2].flat[piece.start : piece.start + piece.numel])
+                    tensor, parts = place.tensor, place.parts(region.shape for region in piece.regions)
                     if not piece.outgoing:
-                        batch.unpacks.extend(piece.views, parts)
+                        batch.unpacks.extend(piece.regions, parts)
                     elif piece.content not in packed:
                         packed.add(piece.content)
-                        batch.packs.extend(parts, piece.views)
+                        batch.packs.extend(parts, piece.regions)
                 (batch.sends if piece.outgoing else batch.receives).append((tensor, piece.peer))
         return Binding(batches, buffers, self._device)
 
@@ -147,16 +237,18 @@ class Binder:
             starts.append(end)
             end += self._aligned(_numel(cells))
         buffer = self._buffer(end)
-        places = [buffer.flat[start : start + _numel(cells)] for start, cells in zip(starts, kept, strict=True)]
+        places = [
+            Region.all_of(buffer.flat[start : start + _numel(cells)]) for start, cells in zip(starts, kept, strict=True)
+        ]
         outgoing = dict(zip(sent, places, strict=False))
         copied, incoming = places[len(sent)], places[len(sent) + 1 :]
         batch = Batch(starts_phase=False)
         for first, cells in sent.items():
             batch.packs.extend(_parts(outgoing[first], cells), map(self._origin, cells))
         batch.packs.extend(_parts(copied, phase.copies), map(self._origin, phase.copies))
-        batch.sends = [(outgoing[first], m.peer) for first, m in zip(phase.packed_as, phase.sends, strict=True)]
-        batch.receives = [(place, m.peer) for place, m in zip(incoming, phase.receives, strict=True)]
-        rows: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in self._sources]
+        batch.sends = [(outgoing[first].tensor, m.peer) for first, m in zip(phase.packed_as, phase.sends, strict=True)]
+        batch.receives = [(place.tensor, m.peer) for place, m in zip(incoming, phase.receives, strict=True)]
+        rows: list[list[tuple[Region, Region]]] = [[] for _ in range(self._sources)]
         for cells, place in zip(kept[len(sent) :], places[len(sent) :], strict=True):
             for cell, part in zip(cells, _parts(place, cells), strict=True):
                 rows[cell.source].append((self._target(cell), part))
@@ -171,35 +263,38 @@ class Binder:
     def _aligned(self, numel: int) -> int:
         return -(-numel // self._alignment) * self._alignment
 
-    def _target(self, cell: Cell) -> torch.Tensor:
-        return _region(self._destination[cell.parameter], cell.destination_start, cell.shape)
+    def _target(self, cell: Cell) -> Region:
+        return self._whole[DESTINATION, cell.parameter].part(cell.destination_start, cell.shape)
 
-    def _origin(self, cell: Cell) -> torch.Tensor:
-        side = self._destination if cell.source == DESTINATION else self._sources[cell.source]
-        return _region(side[cell.parameter], cell.source_start, cell.shape)
+    def _origin(self, cell: Cell) -> Region:
+        return self._whole[cell.source, cell.parameter].part(cell.source_start, cell.shape)
 
     def _pieces(self, phase: Phase, sizes: Sizes) -> list[_Piece]:
         """The pieces of all messages of a phase, in the order that holds on every rank."""
         rank, found = self._plan.rank, []
+        outgoing: dict[int, list[list[Region]]] = {}
         for message, first in zip(phase.sends, phase.packed_as, strict=True):
-            for number, cells in enumerate(cut(message.cells, sizes)):
-                views = [self._origin(cell) for cell in cells]
+            if first not in outgoing:
+                outgoing[first] = [[self._origin(cell) for cell in cells] for cells in cut(message.cells, sizes)]
+            for number, regions in enumerate(outgoing[first]):
                 order = (number, abs(message.peer - rank), rank, message.peer)
-                found.append(self._piece(order, message.peer, (first, number), views, outgoing=True))
+                found.append(self._piece(order, message.peer, (first, number), regions, outgoing=True))
         for message in phase.receives:
             for number, cells in enumerate(cut(message.cells, sizes)):
-                views = [self._target(cell) for cell in cells]
+                regions = [self._target(cell) for cell in cells]
                 order = (number, abs(message.peer - rank), message.peer, rank)
-                found.append(self._piece(order, message.peer, order, views, outgoing=False))
+                found.append(self._piece(order, message.peer, order, regions, outgoing=False))
         return sorted(found, key=lambda piece: piece.order)
 
     def _piece(
-        self, order: tuple[int, ...], peer: int, content: tuple[int, ...], views: list[torch.Tensor], *, outgoing: bool
+        self, order: tuple[int, ...], peer: int, content: tuple[int, ...], regions: list[Region], *, outgoing: bool
     ) -> _Piece:
-        joined = [view for (view,) in _joined(views)]
-        one_run = len(joined) == 1 and joined[0].is_contiguous() and joined[0].dtype == self._dtype
-        numel = sum(view.numel() for view in views)
-        return _Piece(order, peer, content, views, numel, joined[0].view(-1) if one_run else None, outgoing)
+        first, numel = regions[0], 0
+        one_run = first.memory[1] == self._dtype and first.is_run
+        for region in regions:
+            one_run = one_run and (region is first or first.precedes(region, numel))
+            numel += region.numel
+        return _Piece(order, peer, content, regions, numel, first.flat(numel) if one_run else None, outgoing)
 
     def _stretches(self, pieces: list[_Piece], limit: int) -> list[list[_Piece]]:
         """Cut the order into batches, and place their pieces in the buffer."""
@@ -266,40 +361,5 @@ def _numel(cells: Iterable[Cell]) -> int:
     return sum(math.prod(cell.shape) for cell in cells)
 
 
-def _region(tensor: torch.Tensor, start: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    for dim, (low, size) in enumerate(zip(start, shape, strict=True)):
-        if size != tensor.shape[dim]:
-            tensor = tensor.narrow(dim, low, size)
-    return tensor
-
-
-def _parts(buffer: torch.Tensor, like: Sequence[Cell | torch.Tensor]) -> list[torch.Tensor]:
-    """Regions of these shapes, one after the other in a buffer."""
-    shapes = [tuple(each.shape) for each in like]
-    parts = buffer.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _joined(*sides: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, ...]]:
-    """Rows of views, one per side; rows that follow each other in memory on every side become one row of flat views."""
-    joined: list[tuple[torch.Tensor, ...]] = []
-    numel = 0
-    for row in zip(*sides, strict=True):
-        if joined and all(_follows(view, before, numel) for view, before in zip(row, joined[-1], strict=True)):
-            numel += row[0].numel()
-            joined[-1] = tuple(view.as_strided((numel,), (1,), view.storage_offset()) for view in joined[-1])
-        else:
-            joined.append(row)
-            numel = row[0].numel()
-    return joined
-
-
-def _follows(view: torch.Tensor, before: torch.Tensor, numel: int) -> bool:
-    """Whether a view starts where the ``numel`` elements of the one before end."""
-    return (
-        view.is_contiguous()
-        and before.is_contiguous()
-        and view.dtype == before.dtype
-        and view.untyped_storage()._cdata == before.untyped_storage()._cdata
-        and view.storage_offset() == before.storage_offset() + numel
-    )
+def _parts(place: Region, cells: Iterable[Cell]) -> Iterator[Region]:
+    return place.parts(cell.shape for cell in cells)
