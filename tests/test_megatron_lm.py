@@ -1,4 +1,7 @@
-"""Megatron-LM's own pretrain_gpt.py, unmodified, from a checkout that MEGATRON_LM_PATH names (core_v0.19.0 was tried)."""
+"""Megatron-LM's own pretrain_gpt.py, unmodified, from a checkout that MEGATRON_LM_PATH names.
+
+Environments with the same release tried core_v0.17.1, core_v0.18.2 and core_v0.19.0.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,16 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _link(source: Path, target: Path, *down: str) -> None:
-    """Fill ``target`` with links to what ``source`` holds; the folders named ``down`` the path become real ones."""
+    """Fill ``target`` with links to what ``source`` holds; the folders named ``down`` the path become real ones.
+
+    Files beside such a folder are copied: Python looks for a script's neighbours where a link to it leads.
+    """
     for entry in source.iterdir():
         if down and entry.name == down[0]:
             (target / entry.name).mkdir()
             _link(entry, target / entry.name, *down[1:])
+        elif down and entry.is_file():
+            shutil.copy(entry, target / entry.name)
         else:
             (target / entry.name).symlink_to(entry)
 

@@ -5,6 +5,8 @@ Every other file of this room calls Megatron through names that are the same in 
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import inspect
 from typing import Any
 
@@ -72,6 +74,16 @@ def check_version() -> None:
                 f"megatron-core {version()}: training.{name} has no parameter {', '.join(missing)}; "
                 "this version of hotspa_megatron does not know it"
             )
+
+
+def local_attention_names() -> list[tuple[Any, str]]:
+    """Modules, and names in them, from which builders of --transformer-impl local take their attention."""
+    from megatron.core.models import backends
+
+    names: list[tuple[Any, str]] = [(backends, "DotProductAttention")]
+    with contextlib.suppress(ModuleNotFoundError):  # from 0.19 on
+        names.append((importlib.import_module("megatron.training.models.gpt"), "MCoreDotProductAttention"))
+    return names
 
 
 def process_groups() -> Any:

@@ -50,6 +50,7 @@ STEP_LOG_VARIABLE = "HOTSPA_STEP_LOG"
 
 _patches = Patches()
 _session: Session | None = None
+_forward_step: Callable[..., Any] | None = None
 
 
 def install() -> None:
@@ -62,14 +63,15 @@ def install() -> None:
     compat.check_version()
     import megatron.training
     from megatron.training import arguments as megatron_arguments
-    from megatron.training import training
+    from megatron.training import initialize, training
 
     _patches.wrap(megatron_arguments, "add_megatron_arguments", _add_flag)
     _patches.wrap(megatron_arguments, "validate_args", _check_flags_first)
-    _patches.wrap(training, "pretrain", _check_forward_step_first)
+    _patches.wrap(training, "pretrain", _remember_forward_step)
     # Scripts import it from the package, which took its own reference.
     _patches.set(megatron.training, "pretrain", training.pretrain)
-    _patches.wrap(training, "initialize_megatron", _plan_before_and_create_groups_after)
+    # Inside initialize_megatron: 0.17 reads the command line there.
+    _patches.wrap(initialize, "_initialize_distributed", _plan_before_and_create_groups_after)
     _patches.wrap(training, "setup_model_and_optimizer", _build_guests_after)
     _patches.wrap(training, "build_train_valid_test_data_iterators", _read_documents_on_every_rank)
     _patches.wrap(training, "build_train_valid_test_datasets", _ask_provider_once)
@@ -80,8 +82,8 @@ def install() -> None:
 
 def uninstall() -> None:
     """Restore every replaced name, those replaced while a job ran included."""
-    global _session
-    _session = None
+    global _session, _forward_step
+    _session = _forward_step = None
     _patches.undo_all()
 
 
@@ -196,28 +198,23 @@ def _check_flags_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def _check_forward_step_first(original: Callable[..., Any]) -> Callable[..., Any]:
+def _remember_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def pretrain(*positional: Any, **options: Any) -> Any:
-        from megatron.training import global_vars
-
-        args = global_vars._GLOBAL_ARGS  # get_args() would insist on them, and older versions parse inside
-        if getattr(args, "hotspa_config", None):
-            forward_step = signature.bind(*positional, **options).arguments["forward_step_func"]
-            try:
-                get_batch.check(forward_step, adapter=load_config(args.hotspa_config).get_batch)
-            except ValueError as error:
-                _refuse(error)
+        global _forward_step
+        _forward_step = signature.bind(*positional, **options).arguments["forward_step_func"]
         return original(*positional, **options)
 
     return pretrain
 
 
 def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
-    def initialize_megatron(*positional: Any, **options: Any) -> Any:
+    def initialize_distributed(*positional: Any, **options: Any) -> Any:
         global _session
         from megatron.training import get_args
 
@@ -225,22 +222,9 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         if not getattr(args, "hotspa_config", None):
             return original(*positional, **options)
         try:
-            # Again, now that defaults and the tokenizer are known.
-            arguments.check_flags(args)
-            config = load_config(args.hotspa_config)
-            if args.sft:
-                arguments.check_conversations(args, samples=config.samples)
-                config.overlong_for_conversations()
-            if config.mock_lengths is not None:
-                arguments.check_mock_lengths(args, samples=config.samples)
-            if config.samples == "megatron":
-                arguments.check_megatron_samples(args)
-            resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
-            check_data_files(args)
-            _check_transport(config, args)
+            session = Session(args, _resolved(args))
         except ValueError as error:
             _refuse(error)
-        session = Session(args, resolved)
         if args.transformer_impl == "local":
             _replace_local_modules()
         if args.sft:
@@ -248,27 +232,47 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         with recording_groups(session.pool):
             result = original(*positional, **options)
         _compare_configurations(session)
-        bound = inspect.signature(original).bind(*positional, **options).arguments
+        bound = signature.bind(*positional, **options).arguments
         session.states = ParallelStates(
-            resolved.home.strategy, args, session.pool,
-            embedding_ranks=bound.get("get_embedding_ranks"), position_ranks=bound.get("get_position_embedding_ranks"),
+            session.resolved.home.strategy, args, session.pool,
+            embedding_ranks=bound["get_embedding_ranks"], position_ranks=bound["get_position_embedding_ranks"],
         )  # fmt: skip
-        for each in resolved.strategies:
+        for each in session.resolved.strategies:
             session.states.create(each.strategy)
         session.pool.seal()
         session.pool.warm_up()
-        session.transport = _transport(config.switch.transport)
+        session.transport = _transport(session.resolved.config.switch.transport)
         session.topology = _topology()
         _session = session
         _say_groups(session)
-        for each in (*resolved.strategies, resolved.home):
+        for each in (*session.resolved.strategies, session.resolved.home):
             _say(
                 f"up to {each.max_length:,} tokens: {each.strategy} ({each.kind}), {each.tokens_per_microbatch:,} tokens per "
                 "micro-batch"
             )
         return result
 
-    return initialize_megatron
+    return initialize_distributed
+
+
+def _resolved(args: Any) -> ResolvedConfig:
+    """The configuration file checked against the whole command line; ValueError where they do not go together."""
+    # The flags again, now that defaults and the tokenizer are known.
+    arguments.check_flags(args)
+    config = load_config(args.hotspa_config)
+    if _forward_step is not None:
+        get_batch.check(_forward_step, adapter=config.get_batch)
+    if args.sft:
+        arguments.check_conversations(args, samples=config.samples)
+        config.overlong_for_conversations()
+    if config.mock_lengths is not None:
+        arguments.check_mock_lengths(args, samples=config.samples)
+    if config.samples == "megatron":
+        arguments.check_megatron_samples(args)
+    resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
+    check_data_files(args)
+    _check_transport(config, args)
+    return resolved
 
 
 def _check_transport(config: HotSPaConfig, args: Any) -> None:
@@ -322,10 +326,8 @@ def _replace_local_modules() -> None:
     """Packed attention with context parallelism, and norms under sequence parallelism, for --transformer-impl local."""
     import contextlib
 
-    from megatron.core.models import backends
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer import torch_norm
-    from megatron.training.models import gpt
 
     @contextlib.contextmanager
     def model_parallel_numbers() -> Any:
@@ -343,8 +345,8 @@ def _replace_local_modules() -> None:
 
         return new
 
-    _patches.set(backends, "DotProductAttention", Attention)
-    _patches.set(gpt, "MCoreDotProductAttention", Attention)
+    for module, name in compat.local_attention_names():
+        _patches.set(module, name, Attention)
     _patches.set(torch_norm.WrappedTorchNorm, "__new__", norm(torch_norm.WrappedTorchNorm.__new__))
 
 
