@@ -169,6 +169,7 @@ def refused(argv: Sequence[str], folder: Path, *, world: int = 4) -> str:
         (("--fp8-format", "e4m3"), "--fp8-format"),
         (("--use-megatron-fsdp",), "--use-megatron-fsdp"),
         (("--spec", "some.module", "layers"), "--spec"),
+        (("--rampup-batch-size", "4", "4", "64"), "--rampup-batch-size: is ignored .*--step-batch-size-schedule"),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )

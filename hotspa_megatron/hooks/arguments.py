@@ -62,6 +62,10 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--defer-embedding-wgrad-compute", _is_set("defer_embedding_wgrad_compute"), "is not supported"),
     Refusal("--delay-wgrad-compute", _is_set("delay_wgrad_compute"), "is not supported"),
     Refusal("--decrease-batch-size-if-needed", _is_set("decrease_batch_size_if_needed"), "is not supported"),
+    # Before 0.19 it works; since then there is a schedule in its place, and Megatron passes over it.
+    Refusal("--rampup-batch-size",
+            lambda args: getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"),
+            "is ignored by this Megatron; write the ramp as --step-batch-size-schedule"),
     Refusal("--phase-transition-iterations", _is_set("phase_transition_iterations"), "is not supported"),
     Refusal("--perform-rl-step", _is_set("perform_rl_step"), "is not supported"),
     Refusal("--inprocess-restart", _is_set("inprocess_restart"), "is not supported"),

@@ -480,7 +480,11 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
 
         def forward_backward(*, forward_step_func: Any, data_iterator: Any, **schedule_options: Any) -> Any:
             began = time.perf_counter()
-            step = loader.step(next(data_iterator))
+            batch = next(data_iterator)
+            try:
+                step = loader.step(batch)
+            except ValueError as error:  # what a sample is, every rank finds alike
+                _refuse(error)
             planned = time.perf_counter()
             reports, record = runner.run(
                 forward_step_func=forward_step_func, step=step, loader=loader,
