@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 8 -m hotspa_megatron.launch pretrain_gpt.py ARGS --hotspa-config FILE
 
 Where no CUDA device is visible, the CPU stand-in is installed first, and said so. Importing this module changes nothing.
+``install`` is for a script that is started directly.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -24,6 +26,26 @@ Without --hotspa-config the script runs as it would alone.
 example:
   torchrun --nproc-per-node 8 -m hotspa_megatron.launch pretrain_gpt.py ... --hotspa-config hotspa.yaml
 """
+
+
+def install() -> None:
+    """Make Megatron in this process understand ``--hotspa-config``; a second call does nothing.
+
+    Call it before the script's first import of Megatron: names are replaced, and what took one earlier keeps the old one.
+    Ends the process with one line and exit code 2 where this Megatron is not supported.
+    """
+    _prepare()
+    from hotspa_megatron.hooks import cpu
+    from hotspa_megatron.hooks import install as hooks
+
+    spawned = multiprocessing.parent_process() is not None
+    if cpu.installed() and os.environ.get("RANK", "0") == "0" and not hooks.replaced() and not spawned:
+        sys.stdout.write("hotspa: no CUDA device is visible: training on CPU and gloo through the stand-in\n")
+        sys.stdout.flush()
+    try:
+        hooks.install()
+    except ValueError as error:
+        _fail(str(error))
 
 
 def _prepare() -> None:
@@ -49,16 +71,7 @@ def main() -> None:
         _fail(f"{script}: no such script; give the path of a Megatron-LM training script such as pretrain_gpt.py")
     # First of all: a Megatron-LM checkout beside the script goes before an installed megatron-core, as without us.
     sys.path.insert(0, str(script.resolve().parent))
-    _prepare()
-    from hotspa_megatron.hooks import cpu, install
-
-    if cpu.installed() and os.environ.get("RANK", "0") == "0":
-        sys.stdout.write("hotspa: no CUDA device is visible: training on CPU and gloo through the stand-in\n")
-        sys.stdout.flush()
-    try:
-        install.install()
-    except ValueError as error:
-        _fail(str(error))
+    install()
     sys.argv = sys.argv[1:]
     os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     # In this very __main__, not through runpy: processes that the script spawns import __main__ again, and so get

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.training import STATIC, TP2_PP2, TWO_GUESTS, arguments, flag, printed_losses, under_torchrun
+from tests.training import REPOSITORY, STATIC, TP2_PP2, TWO_GUESTS, arguments, flag, printed_losses, under_torchrun
 
 VARIABLE = "MEGATRON_LM_PATH"
+PACKAGE_INFO = "megatron/core/package_info.py"
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkout, or where it lacks its compiled dataset helpers: links to it with those of the installed package."""
+    """Links to the checkout's files, its scripts copied, with the installed package's compiled helpers where it has none."""
     if not os.environ.get(VARIABLE):
         pytest.skip(f"{VARIABLE} names no checkout of Megatron-LM")
     original = Path(os.environ[VARIABLE]).resolve()
+    copy = tmp_path_factory.mktemp("checkout")
+    _link(original, copy, "megatron", "core", "datasets")
     if any((original / "megatron/core/datasets").glob("helpers_cpp*.so")):
-        return original
+        return copy
     package = importlib.util.find_spec("megatron.core")
     assert package is not None and package.submodule_search_locations
     helpers = [
@@ -32,8 +37,6 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     if not helpers:
         pytest.skip(f"neither {original} nor the installed megatron-core has the compiled dataset helpers")
-    copy = tmp_path_factory.mktemp("checkout")
-    _link(original, copy, "megatron", "core", "datasets")
     shutil.copy(helpers[0], copy / "megatron/core/datasets")
     return copy
 
@@ -54,15 +57,25 @@ def _link(source: Path, target: Path, *down: str) -> None:
 
 
 def test_pretrain_gpt_trains_under_the_flag_as_it_does_statically(checkout: Path, tmp_path: Path) -> None:
+    """Through the launcher as it is, and with the one line of patches/ in it, started alone."""
     line = arguments(*TP2_PP2.flags, tp=TP2_PP2.tp, pp=TP2_PP2.pp, iterations=5)
     losses = {}
-    for name, config in (("static", STATIC), ("mixed", TWO_GUESTS)):
+    for name, config in (("static", STATIC), ("mixed", TWO_GUESTS), ("patched", TWO_GUESTS)):
+        if name == "patched":
+            subprocess.run([REPOSITORY / "scripts" / "apply_patches.sh", checkout], check=True)
         code, output, errors = under_torchrun(
-            tmp_path / name, Path("pretrain_gpt.py"), *line, *flag(config), ranks=4, folder=checkout
-        )
+            tmp_path / name, checkout / "pretrain_gpt.py", *line, *flag(config), ranks=4, folder=checkout,
+            launcher=name != "patched",
+        )  # fmt: skip
         assert code == 0, errors[0]
         assert f"{checkout}/megatron/" in errors[0]  # in its warnings: this Megatron ran, not an installed one
+        assert f"hotspa: megatron-core {release_of(checkout)}" in output[0]
         losses[name] = printed_losses(output[-1])
-    print(f"pretrain_gpt.py: static {losses['static']}, mixed {losses['mixed']}")
+    print(f"pretrain_gpt.py of {release_of(checkout)}: " + ", ".join(f"{name} {each}" for name, each in losses.items()))
     assert len(losses["static"]) == 5
-    assert losses["mixed"] == pytest.approx(losses["static"], rel=1e-6)
+    assert losses["mixed"] == losses["patched"] == pytest.approx(losses["static"], rel=1e-6)
+
+
+def release_of(checkout: Path) -> str:
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", (checkout / PACKAGE_INFO).read_text(), re.M))
+    return ".".join(numbers[name] for name in ("MAJOR", "MINOR", "PATCH"))

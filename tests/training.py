@@ -328,11 +328,11 @@ def run_module(*command: str, folder: Path = REPOSITORY) -> subprocess.Completed
 
 
 def under_torchrun(
-    logs: Path, script: Path, *argv: str, ranks: int = 2, folder: Path = REPOSITORY
+    logs: Path, script: Path, *argv: str, ranks: int = 2, folder: Path = REPOSITORY, launcher: bool = True
 ) -> tuple[int, list[str], list[str]]:
-    """Run a script through the launcher: torchrun's exit code, and every rank's standard output and error."""
+    """Run a script, through the launcher or alone: torchrun's exit code, and every rank's standard output and error."""
     redirected = ("--redirects", "3", "--log-dir", str(logs))
-    launched = ("-m", "hotspa_megatron.launch", str(script), *argv)
+    launched = (*(("-m", "hotspa_megatron.launch") if launcher else ()), str(script), *argv)
     command = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *redirected, *launched)
     ended = run_module(*command, folder=folder)
     output, errors = (

@@ -48,6 +48,10 @@ from hotspa_megatron.strict_yaml import config_error
 STEP_LOG_VARIABLE = "HOTSPA_STEP_LOG"
 """Environment variable: the file to which rank 0 writes one JSON object per step."""
 
+_NOT_RUN = (
+    "on GPUs: NCCL, Transformer Engine and flash attention are written to their documentation, not run by the authors"
+)
+
 _patches = Patches()
 _session: Session | None = None
 _forward_step: Callable[..., Any] | None = None
@@ -244,6 +248,7 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         session.transport = _transport(session.resolved.config.switch.transport)
         session.topology = _topology()
         _session = session
+        _say(f"megatron-core {compat.version()}, {'on CPU and gloo' if cpu.installed() else _NOT_RUN}")
         _say_groups(session)
         for each in (*session.resolved.strategies, session.resolved.home):
             _say(
