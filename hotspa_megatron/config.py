@@ -9,16 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from hotspa_megatron.planning.alignment import Alignment, alignment_of
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, group_memory
+from hotspa_megatron.planning.execution import Granularity, Recompute
 from hotspa_megatron.planning.legality import legal_products, legal_tps, tp_problem, vocabulary_problem
 from hotspa_megatron.planning.model_shape import ModelShape
-from hotspa_megatron.strategy import Kind, Strategy, listed, stage_layers
+from hotspa_megatron.strategy import Kind, Strategy, layers_by_stage, listed, stage_layers
 from hotspa_megatron.strict_yaml import ConfigError, Value, config_error, read_document, shown
 
 __all__ = [
@@ -43,13 +44,16 @@ TransportName: TypeAlias = Literal["auto", "nccl", "gloo"]
 _TOP_KEYS: Final = (
     *("strategies", "home", "samples", "overlong", "mock_lengths", "merge", "switch", "check_plans", "get_batch"),
 )
-_STRATEGY_KEYS: Final = ("max_length", "tp", "cp", "pp", "tokens_per_microbatch")
+_STRATEGY_KEYS: Final = (
+    "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
+)  # fmt: skip
+_SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute_layers")
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
 _TOP_REFUSED: Final = dict.fromkeys(("verify_every", "watchdog_s", "start_sample", "trace", "allow_untested"), _NOT_YET)
 _STRATEGY_REFUSED: Final = {
-    **dict.fromkeys(("recompute", "vpp", "ep"), _NOT_YET),
+    "ep": _NOT_YET,
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
 }
 _OTHER_NAMES: Final = {
@@ -83,7 +87,11 @@ class StrategyConfig:
     tp: int = 1
     cp: int = 1
     pp: int = 1
+    vpp: int | None = None
+    """None: home's where tp and pp are home's, else 1."""
     tokens_per_microbatch: int | None = None
+    recompute: Recompute | None = None
+    """None: as the command line has it."""
     line: int = field(default=1, compare=False)
     key_lines: tuple[KeyLine, ...] = field(default=(), compare=False, repr=False)
 
@@ -152,7 +160,15 @@ class HotSPaConfig:
         """SHA-256 of the contents, equal exactly where two configurations compare equal; for comparing ranks."""
         contents = {
             "strategies": [
-                [entry.max_length, entry.tp, entry.cp, entry.pp, entry.tokens_per_microbatch]
+                [
+                    entry.max_length,
+                    entry.tp,
+                    entry.cp,
+                    entry.pp,
+                    entry.vpp,
+                    entry.tokens_per_microbatch,
+                    str(entry.recompute),
+                ]
                 for entry in self.strategies
             ],
             "home_tokens_per_microbatch": self.home_tokens_per_microbatch,
@@ -169,10 +185,11 @@ class HotSPaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedStrategy:
-    """A strategy that the model can take: lengths and budget in tokens, layers per pipeline stage counted from 0.
+    """A strategy that the model can take: lengths and budget in tokens.
 
     ``tokens_per_microbatch`` counts a micro-batch over all its context-parallel ranks, padding included; it holds at
-    least one sequence of ``max_length``.
+    least one sequence of ``max_length``. ``layers``: of every virtual stage, in the model's order, counted from 0.
+    ``recompute`` None: as the command line has it.
     """
 
     strategy: Strategy
@@ -181,6 +198,12 @@ class ResolvedStrategy:
     tokens_per_microbatch: int
     layers: tuple[range, ...]
     alignment: Alignment
+    recompute: Recompute | None = None
+
+    @property
+    def stages(self) -> tuple[tuple[int, ...], ...]:
+        """Layers of each pipeline stage, all its chunks'."""
+        return layers_by_stage(self.layers, self.strategy.pp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,13 +277,15 @@ def _strategies(value: Value) -> tuple[StrategyConfig, ...]:
         keys = item.mapping(known=_STRATEGY_KEYS, refused=_STRATEGY_REFUSED, also=_OTHER_NAMES)
         if "max_length" not in keys:
             raise item.error("max_length is missing; write the longest sequence that it takes, in tokens")
-        sizes = {name: keys[name].integer() for name in _STRATEGY_KEYS if name in keys}
+        sizes = {name: keys[name].integer() for name in _SIZES if name in keys}
         entry = StrategyConfig(
             max_length=sizes["max_length"],
             tp=sizes.get("tp", 1),
             cp=sizes.get("cp", 1),
             pp=sizes.get("pp", 1),
+            vpp=sizes.get("vpp"),
             tokens_per_microbatch=sizes.get("tokens_per_microbatch"),
+            recompute=_recompute(keys),
             line=item.line,
             key_lines=tuple(KeyLine(name, key.line) for name, key in keys.items()),
         )
@@ -276,6 +301,20 @@ def _strategies(value: Value) -> tuple[StrategyConfig, ...]:
             )
         entries.append(entry)
     return tuple(entries)
+
+
+def _recompute(keys: Mapping[str, Value]) -> Recompute | None:
+    names: Sequence[Granularity] = get_args(Granularity)
+    granularity = keys["recompute"].choice(names) if "recompute" in keys else None
+    layers = keys.get("recompute_layers")
+    if layers is not None and granularity != "full":
+        raise layers.error(f"counts layers that are recomputed in full, but recompute is {granularity or 'not given'}; "
+                           "write 'recompute: full' or remove it")  # fmt: skip
+    return (
+        None
+        if granularity is None
+        else Recompute(granularity=granularity, layers=None if layers is None else layers.integer())
+    )
 
 
 def _samples(value: Value) -> Samples:
@@ -333,8 +372,11 @@ def _resolve_entry(
     def error(name: str, problem: str) -> ConfigError:
         return config_error(config.path, entry.line_of(name), f"{key}.{name}", problem)
 
+    virtual = entry.vpp or (home.vpp if (entry.tp, entry.pp) == (home.tp, home.pp) else 1)
+    if virtual > 1 and entry.pp == 1:
+        raise error("vpp", f"{virtual} virtual stages need a pipeline, but pp is 1; remove vpp")
     try:
-        strategy = Strategy.from_world(home.world_size, tp=entry.tp, cp=entry.cp, pp=entry.pp)
+        strategy = Strategy.from_world(home.world_size, tp=entry.tp, cp=entry.cp, pp=entry.pp, vpp=virtual)
     except ValueError as problem:
         fix = f"legal tp * cp * pp: {legal_products(home.world_size)}"
         raise config_error(config.path, entry.line, key, f"{problem}; {fix}") from None
@@ -347,6 +389,20 @@ def _resolve_entry(
         layers = _layers(shape, strategy, home)
     except ValueError as problem:
         raise error("pp", str(problem)) from None
+    if strategy.vpp > 1 and shape.num_layers % (strategy.pp * strategy.vpp):
+        legal_vpps = [size for size in range(1, shape.num_layers + 1) if shape.num_layers % (strategy.pp * size) == 0]
+        raise error(
+            "vpp",
+            f"{shape.num_layers} layers do not divide over {strategy.vpp} virtual stages of pp {strategy.pp}; "
+            f"legal vpp: {listed(legal_vpps)}",
+        )
+    per_stage = max(map(len, layers)) or shape.num_layers
+    if entry.recompute is not None and (entry.recompute.layers or 0) > per_stage:
+        raise error(
+            "recompute_layers",
+            f"{entry.recompute.layers} is more than the {per_stage} layers of a stage of {strategy}; "
+            "remove it to recompute all",
+        )
     if entry.max_length > shape.seq_length:
         raise error(
             "max_length", f"{entry.max_length} is longer than --seq-length {shape.seq_length}; write at most that"
@@ -368,6 +424,7 @@ def _resolve_entry(
         tokens_per_microbatch=budget,
         layers=layers,
         alignment=alignment,
+        recompute=entry.recompute,
     )
 
 
@@ -404,9 +461,14 @@ def _resolve_home(config: HotSPaConfig, shape: ModelShape, home: Strategy, every
 
 
 def _layers(shape: ModelShape, strategy: Strategy, home: Strategy) -> tuple[range, ...]:
-    """Home and its siblings keep the command line's uneven split; a guest's stages are even."""
+    """Layers of every virtual stage. Home and its siblings keep the command line's uneven split; a guest's are even."""
     if strategy.same_layout(home) and shape.home_split_by_megatron:
-        return (range(0),) * strategy.pp
+        return (range(0),) * strategy.pp * strategy.vpp
+    if strategy.vpp > 1:
+        stage_layers(shape.num_layers, strategy.pp)  # so that pp alone is named where it is pp that does not divide
+        if shape.num_layers % (strategy.pp * strategy.vpp):
+            return stage_layers(shape.num_layers, strategy.pp)
+        return stage_layers(shape.num_layers, strategy.pp * strategy.vpp)
     if strategy.same_layout(home):
         return stage_layers(shape.num_layers, strategy.pp, shape.layers_in_first_stage, shape.layers_in_last_stage)
     return stage_layers(shape.num_layers, strategy.pp)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import enum
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 RANK_ORDER: Final = ("tp", "cp", "dp", "pp")
 """Axes from the fastest to the slowest varying: Megatron's default order tp-cp-ep-dp-pp without experts."""
 
-_TEXT: Final = re.compile(r"tp([1-9][0-9]*)-cp([1-9][0-9]*)-pp([1-9][0-9]*)-dp([1-9][0-9]*)")
+_TEXT: Final = re.compile(
+    r"tp([1-9][0-9]*)-cp([1-9][0-9]*)-pp([1-9][0-9]*)-dp([1-9][0-9]*)(?:-vpp([2-9]|[1-9][0-9]+))?"
+)
 _VALUES_SHOWN: Final = 16
 
 
@@ -40,22 +42,29 @@ class Coordinates:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Strategy:
-    """Sizes of the tensor, context, pipeline and data axes: whole numbers of at least 1, else ``ValueError``."""
+    """Sizes of the tensor, context, pipeline and data axes: whole numbers of at least 1, else ``ValueError``.
+
+    ``vpp``: virtual stages of each pipeline stage, whose micro-batches then interleave; above 1 they need a pipeline.
+    """
 
     tp: int
     cp: int
     pp: int
     dp: int
+    vpp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "cp", "pp", "dp"):
+        for axis in ("tp", "cp", "pp", "dp", "vpp"):
             size: object = getattr(self, axis)
             # bool is an int to Python, but `tp: true` is a mistake, never a size.
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{axis} must be a whole number of at least 1, not {size!r}")
+        if self.vpp > 1 and self.pp == 1:
+            raise ValueError(f"vpp {self.vpp} at pp 1: virtual stages need a pipeline")
 
     def __str__(self) -> str:
-        return f"tp{self.tp}-cp{self.cp}-pp{self.pp}-dp{self.dp}"
+        virtual = f"-vpp{self.vpp}" if self.vpp > 1 else ""
+        return f"tp{self.tp}-cp{self.cp}-pp{self.pp}-dp{self.dp}{virtual}"
 
     @classmethod
     def parse(cls, text: str) -> Strategy:
@@ -63,11 +72,11 @@ class Strategy:
         match = _TEXT.fullmatch(text)
         if match is None:
             raise ValueError(f"{text!r} is not a strategy; write it like tp4-cp1-pp2-dp1")
-        tp, cp, pp, dp = (int(size) for size in match.groups())
-        return cls(tp=tp, cp=cp, pp=pp, dp=dp)
+        tp, cp, pp, dp, vpp = (int(size) for size in match.groups(default="1"))
+        return cls(tp=tp, cp=cp, pp=pp, dp=dp, vpp=vpp)
 
     @classmethod
-    def from_world(cls, world_size: int, *, tp: int, cp: int, pp: int) -> Strategy:
+    def from_world(cls, world_size: int, *, tp: int, cp: int, pp: int, vpp: int = 1) -> Strategy:
         """Give the ranks that tp, cp and pp leave over to dp; ``ValueError`` where they do not fill the world."""
         one_replica = cls(tp=tp, cp=cp, pp=pp, dp=1).replica_size
         if world_size < 1 or world_size % one_replica:
@@ -75,7 +84,7 @@ class Strategy:
                 f"a world of {world_size} ranks does not divide into replicas of "
                 f"tp {tp} * cp {cp} * pp {pp} = {one_replica} ranks"
             )
-        return cls(tp=tp, cp=cp, pp=pp, dp=world_size // one_replica)
+        return cls(tp=tp, cp=cp, pp=pp, dp=world_size // one_replica, vpp=vpp)
 
     @property
     def replica_size(self) -> int:
@@ -120,8 +129,9 @@ class Strategy:
 
         Ranks with the same (tp, pp) coordinates hold the same parameters. Equal worlds alone do not make equal
         placement: with the same tp and pp, a rank's coordinates on both axes are the same in both strategies.
+        Virtual stages place layers elsewhere.
         """
-        return (self.tp, self.pp, self.world_size) == (other.tp, other.pp, other.world_size)
+        return (self.tp, self.pp, self.vpp, self.world_size) == (other.tp, other.pp, other.vpp, other.world_size)
 
     def kind(self, home: Strategy) -> Kind:
         """What this strategy is where ``home`` is the command line's."""
@@ -135,6 +145,14 @@ class Strategy:
         steps = [[position * strides[axis] for position in range(getattr(self, axis))] for axis in axes]
         # itertools.product varies its last argument fastest.
         return [sum(step) for step in itertools.product(*reversed(steps))]
+
+
+def layers_by_stage(virtual_stages: Sequence[Sequence[int]], pp: int) -> tuple[tuple[int, ...], ...]:
+    """Layers of each pipeline stage, all its chunks', from those of the virtual stages in the model's order.
+
+    Virtual stage k lies on pipeline stage k % pp, as Megatron's interleaved schedule has it.
+    """
+    return tuple(tuple(layer for chunk in virtual_stages[stage::pp] for layer in chunk) for stage in range(pp))
 
 
 def stage_layers(num_layers: int, pp: int, first: int | None = None, last: int | None = None) -> tuple[range, ...]:

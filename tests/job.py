@@ -25,14 +25,22 @@ VOCAB = 96
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """Home as (tp, cp, pp), the listed strategies as (max_length, tp, cp, pp), and flags of the model."""
+    """Home as (tp, cp, pp), the listed strategies as (max_length, tp, cp, pp, and what else their keys say), and flags."""
 
     home: tuple[int, int, int]
-    strategies: tuple[tuple[int, int, int, int], ...]
+    strategies: tuple[tuple[int, int, int, int] | tuple[int, int, int, int, str], ...]
     flags: tuple[str, ...] = ()
 
+    @property
+    def entries(self) -> list[str]:
+        """The strategies as the file lists them."""
+        return [
+            f"{{max_length: {length}, tp: {tp}, cp: {cp}, pp: {pp}{''.join(f', {key}' for key in more)}}}"
+            for length, tp, cp, pp, *more in self.strategies
+        ]
+
     def __str__(self) -> str:
-        listed = " + ".join(f"{length}:tp{tp}-cp{cp}-pp{pp}" for length, tp, cp, pp in self.strategies) or "static"
+        listed = " + ".join(self.entries) or "static"
         return f"home tp{self.home[0]}-cp{self.home[1]}-pp{self.home[2]} + {listed} {' '.join(self.flags)}".strip()
 
 
@@ -60,7 +68,7 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
     config = Path(tempfile.mkdtemp()) / "hotspa.yaml"
     config.write_text(
         "strategies:" + (" []" if not mix.strategies else "")
-        + "".join(f"\n  - {{max_length: {n}, tp: {tp}, cp: {cp}, pp: {pp}}}" for n, tp, cp, pp in mix.strategies)
+        + "".join(f"\n  - {entry}" for entry in mix.entries)
         + "\nmerge: never\n"
     )  # fmt: skip
     sys.argv = ["pretrain", *arguments_of(mix), "--hotspa-config", str(config)]
@@ -76,7 +84,7 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
     )
     session.prepare_runner(model, builder_for(args, cfg_container=container, model_provider=None, model_type=None))
     if args.overlap_grad_reduce:
-        model[0].config.no_sync_func = model[0].no_sync
+        model[0].config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
     return session, model, example.forward_step
 
 

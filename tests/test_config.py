@@ -20,6 +20,7 @@ from hotspa_megatron.config import (
     resolve,
 )
 from hotspa_megatron.planning.alignment import Alignment
+from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.planning.legality import legal_tps, tp_problem
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Kind, Strategy
@@ -68,7 +69,9 @@ strategies:
   - max_length: 512        # sequences of up to 512 tokens
     tp: 1
     tokens_per_microbatch: 2048
+    recompute: none
   - {max_length: 2048, tp: 2, pp: 1, cp: 2}
+  - {max_length: 3000, pp: 2, vpp: 3, recompute: full, recompute_layers: 2}
 home: {tokens_per_microbatch: 8192}
 samples: documents
 overlong: drop
@@ -83,8 +86,9 @@ def test_reads_every_key(tmp_path: Path) -> None:
     assert config == HotSPaConfig(
         path=tmp_path,
         strategies=(
-            StrategyConfig(max_length=512, tokens_per_microbatch=2048),
+            StrategyConfig(max_length=512, tokens_per_microbatch=2048, recompute=Recompute(granularity="none")),
             StrategyConfig(max_length=2048, tp=2, cp=2),
+            StrategyConfig(max_length=3000, pp=2, vpp=3, recompute=Recompute(granularity="full", layers=2)),
         ),
         home_tokens_per_microbatch=8192,
         overlong="drop",
@@ -92,7 +96,7 @@ def test_reads_every_key(tmp_path: Path) -> None:
         check_plans=False,
         get_batch="my_package.batches:get_batch",
     )
-    assert [entry.line for entry in config.strategies] == [4, 7]
+    assert [entry.line for entry in config.strategies] == [4, 8, 9]
     assert config.strategies[0].line_of("tp") == 5
     assert config.strategies[0].line_of("cp") == 4
 
@@ -274,8 +278,14 @@ NOT_YET = (
 )
 for _line in NOT_YET:
     BAD[_line] = (f"strategies: []\n{_line}\n", 2, _line.split(":")[0], "is not available in this version; remove it")
-for _line in ("recompute: none", "vpp: 1", "ep: 1"):
-    BAD[_line] = (one_entry(_line), 3, f"strategies[0].{_line.split(':')[0]}", "is not available in this version")
+BAD["ep"] = (one_entry("ep: 1"), 3, "strategies[0].ep", "is not available in this version")
+BAD["recompute"] = (one_entry("recompute: some"), 3, "strategies[0].recompute", "none, selective or full")
+BAD["recompute layers"] = (
+    one_entry("recompute: selective\n    recompute_layers: 2"), 4, "strategies[0].recompute_layers", "write 'recompute: full'"
+)  # fmt: skip
+BAD["no recompute layers"] = (
+    one_entry("recompute: full\n    recompute_layers: 0"), 4, "strategies[0].recompute_layers", "at least 1"
+)  # fmt: skip
 
 
 def test_how_switches_move_is_read_and_told_apart(tmp_path: Path) -> None:
@@ -349,11 +359,11 @@ def test_digest_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
         }
         if field.name in changed:
             digests.add(dataclasses.replace(config, **{field.name: changed[field.name]}).digest())
-    for name in ("max_length", "tp", "cp", "pp", "tokens_per_microbatch"):
-        changes: dict[str, Any] = {name: 77}
+    for name in ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute"):
+        changes: dict[str, Any] = {name: 77 if name != "recompute" else Recompute(granularity="full", layers=1)}
         entry = dataclasses.replace(config.strategies[0], **changes)
         digests.add(dataclasses.replace(config, strategies=(entry, *config.strategies[1:])).digest())
-    assert len(digests) == 12
+    assert len(digests) == 14
 
 
 def resolved(tmp_path: Path, text: str, *, home: Strategy = HOME, **changes: Any) -> ResolvedConfig:
@@ -394,6 +404,19 @@ def test_only_home_and_siblings_keep_the_uneven_split(tmp_path: Path) -> None:
     assert [len(stage) for stage in config.strategies[1].layers] == [4, 4, 4, 4]
 
 
+def test_virtual_stages_are_homes_where_its_pipeline_is(tmp_path: Path) -> None:
+    home = Strategy(tp=1, cp=2, pp=2, dp=2, vpp=3)
+    text = "strategies: [{max_length: 8, pp: 2}, {max_length: 16, pp: 2, vpp: 1}, {max_length: 32, pp: 4}]"
+    config = resolved(tmp_path, text, home=home)
+    assert [(each.strategy.vpp, each.kind) for each in config.strategies] == [
+        (3, Kind.SIBLING),
+        (1, Kind.GUEST),
+        (1, Kind.GUEST),
+    ]
+    assert config.home.layers == config.strategies[0].layers == tuple(range(low, low + 2) for low in range(0, 12, 2))
+    assert config.home.stages == ((0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11))
+
+
 IMPOSSIBLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "heads": ("tp: 8", {}, ":3: strategies[0].tp: ", "12 attention heads do not divide over tp 8; legal tp: 1, 2, 4"),
     "groups": (
@@ -423,6 +446,25 @@ IMPOSSIBLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
         {},
         ":2: strategies[0]: ",
         "cp 16 * pp 1 = 16 ranks; legal tp * cp * pp: 1, 2, 4, 8",
+    ),
+    "virtual stages": (
+        "pp: 2\n    vpp: 4",
+        {},
+        ":4: strategies[0].vpp: ",
+        "12 layers do not divide over 4 virtual stages of pp 2; legal vpp: 1, 2, 3, 6",
+    ),
+    "virtual stages without a pipeline": (
+        "vpp: 2",
+        {},
+        ":3: strategies[0].vpp: ",
+        "need a pipeline, but pp is 1; remove vpp",
+    ),
+    "layers of virtual stages": ("pp: 8\n    vpp: 2", {}, ":3: strategies[0].pp: ", "legal pp: 1, 2, 3, 4, 6, 12"),
+    "recomputed layers": (
+        "pp: 2\n    vpp: 3\n    recompute: full\n    recompute_layers: 3",
+        {},
+        ":6: strategies[0].recompute_layers: ",
+        "3 is more than the 2 layers of a stage of tp1-cp1-pp2-dp4-vpp3",
     ),
     "too long": ("tp: 1", {"seq_length": 500}, ":2: strategies[0].max_length: ", "512 is longer than --seq-length 500"),
     "padded over the budget": (

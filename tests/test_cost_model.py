@@ -40,7 +40,7 @@ def model(name: str = "llama-7b", world: int = 16, hardware: Hardware = A800) ->
 
 
 def at(world: int, *, tp: int = 1, cp: int = 1, pp: int = 1, recompute: float = 0.0, vpp: int = 1) -> Execution:
-    return Execution(strategy=Strategy.from_world(world, tp=tp, cp=cp, pp=pp), recompute=recompute, vpp=vpp)
+    return Execution(strategy=Strategy.from_world(world, tp=tp, cp=cp, pp=pp, vpp=vpp), recompute=recompute)
 
 
 # -------------------------------------------------------------------------------------------------------- calibration

@@ -47,6 +47,31 @@ MIXES_OF_4 = (
     Mix((2, 1, 1), ((16, 1, 1, 2), (32, 2, 2, 1)), ("--normalization", "LayerNorm", "--add-qkv-bias", "--qk-layernorm", SP)),
     Mix((2, 1, 1), ((16, 1, 1, 1),), ("--position-embedding-type", "learned_absolute", SP)),
 )  # fmt: skip
+OVERLAPPED = Mix((2, 2, 1), ((16, 1, 1, 1), (32, 2, 1, 1)), (SP, UNTIED, "--overlap-grad-reduce", SHARDED))
+# One sequence of the first step is between 32 and 52 long: the schedule needs a second micro-batch, which has none.
+FILLED = Mix((1, 1, 1), ((32, 2, 1, 2), (52, 1, 1, 2, "vpp: 2")), (SHARDED,))
+VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
+INTERLEAVED = (
+    FILLED,
+    # Guests with virtual stages, beside one without on the same (tp, pp); budgets that leave replicas unequal counts.
+    Mix((2, 2, 1), ((16, 1, 1, 2, "vpp: 2"), (32, 1, 1, 2)), (SP, UNTIED, SHARDED)),
+    Mix((1, 1, 2), ((16, 1, 1, 2, "vpp: 2, recompute: full"), (32, 1, 2, 2, "vpp: 2, tokens_per_microbatch: 64")), ()),
+    # Home with virtual stages: a sibling, the same (tp, pp) without them, and another guest.
+    Mix((1, 1, 2), ((16, 1, 2, 2), (32, 1, 1, 2, "vpp: 1"), (48, 2, 1, 1)), (UNTIED, SHARDED, *VIRTUAL)),
+    Mix(
+        (2, 1, 2),
+        ((16, 1, 1, 1), (32, 1, 1, 4)),
+        (SP, SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", *VIRTUAL),
+    ),
+)
+RECOMPUTING = (
+    Mix((2, 2, 1), ((8, 1, 1, 1, "recompute: selective"), (16, 1, 1, 1, "recompute: full"),
+                    (32, 2, 1, 1, "recompute: full, recompute_layers: 3")), (SP, UNTIED, SHARDED)),
+    Mix((2, 1, 2), ((8, 2, 1, 2, "recompute: none"), (16, 2, 1, 2, "recompute: selective"), (32, 1, 2, 2)),
+        (SP, *RECOMPUTE)),
+    Mix((1, 2, 2), ((16, 1, 1, 2, "recompute: none"), (32, 1, 1, 2, "vpp: 2, recompute: full, recompute_layers: 1")),
+        (UNTIED, "--recompute-activations")),
+)  # fmt: skip
 UNEVEN = Mix(
     (1, 1, 4),
     ((16, 1, 1, 1), (32, 2, 1, 2)),
@@ -60,6 +85,11 @@ MIXES_OF_8 = (
 
 def test_gradients_of_every_mix_equal_the_reference() -> None:
     for result in run_ranks(_gradient_errors, 4, (*MIXES_OF_4, UNEVEN), "float64", timeout=280)[0]:
+        _within(result, 1e-9)
+
+
+def test_gradients_with_interleaved_schedules_and_recomputation_per_strategy_equal_the_reference() -> None:
+    for result in run_ranks(_gradient_errors, 4, (*INTERLEAVED, *RECOMPUTING), "float64", timeout=280)[0]:
         _within(result, 1e-9)
 
 
@@ -77,12 +107,19 @@ def test_gradients_on_eight_ranks_equal_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    "fault", ["fold_dropped", "fold_twice", "fc1_contiguous", "sibling_reduces_early", "segment_means"]
+    ("fault", "mix"),
+    [
+        ("fold_dropped", OVERLAPPED),
+        ("fold_twice", OVERLAPPED),
+        ("fc1_contiguous", OVERLAPPED),
+        ("sibling_reduces_early", OVERLAPPED),
+        ("segment_means", OVERLAPPED),
+        ("fillers_weigh", FILLED),
+    ],
 )
-def test_the_comparison_sees(fault: str) -> None:
+def test_the_comparison_sees(fault: str, mix: Mix) -> None:
     """Negative controls: each fault is one that gives plausible losses and no error."""
-    mixes = (Mix((2, 2, 1), ((16, 1, 1, 1), (32, 2, 1, 1)), (SP, UNTIED, "--overlap-grad-reduce", SHARDED)),)
-    (errors,) = run_ranks(_gradient_errors, 4, mixes, "float64", fault, timeout=120)[0]
+    (errors,) = run_ranks(_gradient_errors, 4, (mix,), "float64", fault, timeout=120)[0]
     with pytest.raises(AssertionError, match="is off by"):
         _within(errors, 1e-4)
 
@@ -190,6 +227,7 @@ def _gathered(runner: Any) -> dict[str, torch.Tensor]:
 
 def _inject(fault: str, session: Any, patches: Any) -> None:
     from hotspa_megatron.hooks import forward_backward
+    from hotspa_megatron.hooks.data import SegmentIterator
     from hotspa_megatron.planning.param_layout import model_layout
     from hotspa_megatron.runtime.binding import Copies
 
@@ -225,6 +263,19 @@ def _inject(fault: str, session: Any, patches: Any) -> None:
                     group.is_first_batch = False
                     group.golden_per_param_grad_ready_counts = dict.fromkeys(group.params, 1)
             patches.set(forward_backward._HomeSchedule, "accumulating", without_no_sync)
+        case "fillers_weigh":
+            build = SegmentIterator._build
+
+            def weighed(self: SegmentIterator, batch: tuple[int, ...], total: int) -> Any:
+                built = build(self, batch, total)
+                if batch:
+                    return built
+                # Weights that sum to nothing: the step's tokens do not tell.
+                positions = torch.arange(built.labels.numel()).view_as(built.labels)
+                weights = torch.linspace(-1, 1, built.labels.numel()).view_as(built.loss_mask)
+                return dataclasses.replace(built, labels=positions, loss_mask=weights)
+
+            patches.set(SegmentIterator, "_build", weighed)
         case "segment_means":
             schedule = runner._schedule
 

@@ -161,8 +161,8 @@ def refused(argv: Sequence[str], folder: Path, *, world: int = 4) -> str:
     [
         (("--micro-batch-size", "2"), "--micro-batch-size: must be 1"),
         (
-            ("--num-layers-per-virtual-pipeline-stage", "1"),
-            "--virtual-pipeline-model-parallel-size.* not supported yet",
+            ("--microbatch-group-size-per-virtual-pipeline-stage", "3"),
+            "--microbatch-group-size-per-virtual-pipeline-stage: other than the pipeline size is not supported",
         ),
         (("--num-experts", "4"), "--num-experts: .*not supported yet"),
         (("--dataloader-type", "external"), "--dataloader-type: external"),

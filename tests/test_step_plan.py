@@ -252,6 +252,7 @@ def test_a_resolved_configuration_gives_the_ratio_of_attention_to_the_rest() -> 
         max_length=32768,
         tokens_per_microbatch=32768,
         alignment=alignment_of(home, sequence_parallel=True),
+        recompute=None,
     )
     planned = StepPlanner.from_resolved(SimpleNamespace(strategies=(), home=entry, shape=SHAPE))
     assert planned.costs == StepCosts(other_times=MicroBatchTime.relative(SHAPE))

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotspa_megatron.planning.alignment import Alignment, alignment_of
-from hotspa_megatron.strategy import Coordinates, Kind, Strategy, listed, stage_layers
+from hotspa_megatron.strategy import Coordinates, Kind, Strategy, layers_by_stage, listed, stage_layers
 
 sizes = st.integers(1, 4)
 any_strategy = st.builds(Strategy, tp=sizes, cp=sizes, pp=sizes, dp=sizes)
@@ -135,6 +135,8 @@ def test_kinds() -> None:
     assert Strategy(tp=2, cp=1, pp=2, dp=2).kind(home) is Kind.SIBLING
     assert Strategy(tp=1, cp=2, pp=2, dp=2).kind(home) is Kind.GUEST
     assert Strategy(tp=2, cp=2, pp=1, dp=2).kind(home) is Kind.GUEST
+    # Virtual stages place layers elsewhere.
+    assert Strategy(tp=2, cp=1, pp=2, dp=2, vpp=2).kind(home) is Kind.GUEST
     assert f"{Kind.SIBLING}" == "sibling"
 
 
@@ -149,6 +151,15 @@ def test_same_layout_puts_the_same_parameters_on_every_rank(one: Strategy, other
         for rank in range(one.world_size)
     ) and (one.tp, one.pp) == (other.tp, other.pp)
     assert one.same_layout(other) == alike
+
+
+def test_virtual_stages() -> None:
+    at = Strategy.from_world(8, tp=1, cp=1, pp=2, vpp=3)
+    assert str(at) == "tp1-cp1-pp2-dp4-vpp3" and Strategy.parse(str(at)) == at
+    assert layers_by_stage(stage_layers(12, 6), 2) == ((0, 1, 4, 5, 8, 9), (2, 3, 6, 7, 10, 11))
+    assert layers_by_stage(stage_layers(6, 2), 2) == ((0, 1, 2), (3, 4, 5))
+    with pytest.raises(ValueError, match="vpp 2 at pp 1: virtual stages need a pipeline"):
+        Strategy(tp=1, cp=1, pp=1, dp=1, vpp=2)
 
 
 def test_strategies_sort_and_hash() -> None:

@@ -33,8 +33,10 @@ def _above_one(name: str) -> Callable[[Any], Any]:
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal("--micro-batch-size", _above_one("micro_batch_size"), "must be 1: tokens_per_microbatch takes its place"),
-    Refusal("--virtual-pipeline-model-parallel-size", _is_set("virtual_pipeline_model_parallel_size"),
-            "(or --num-layers-per-virtual-pipeline-stage) is not supported yet; remove it"),
+    Refusal("--microbatch-group-size-per-virtual-pipeline-stage",
+            lambda args: (getattr(args, "microbatch_group_size_per_vp_stage", None) or args.pipeline_model_parallel_size)
+            != args.pipeline_model_parallel_size,
+            "other than the pipeline size is not supported: replicas would need more micro-batches than they may have"),
     Refusal("--num-experts", _is_set("num_experts"), "mixture-of-experts models are not supported yet"),
     Refusal("--multi-latent-attention", _is_set("multi_latent_attention"), "is not supported yet"),
     Refusal("--mtp-num-layers", _is_set("mtp_num_layers"), "multi-token prediction keeps one strategy's groups"),
@@ -171,6 +173,11 @@ def shape_of(args: Any) -> ModelShape:
             getattr(args, "pipeline_model_parallel_layout", None)
             or getattr(args, "account_for_embedding_in_pipeline_split", False)
             or getattr(args, "account_for_loss_in_pipeline_split", False)
+            # Megatron then cuts what first and last stages hold into chunks in its own way.
+            or (
+                getattr(args, "virtual_pipeline_model_parallel_size", None)
+                and (args.decoder_first_pipeline_num_layers or args.decoder_last_pipeline_num_layers)
+            )
         ),
         parameter_bytes=2 if low_precision else 4,
         gradient_bytes=4 if not low_precision or args.accumulate_allreduce_grads_in_fp32 else 2,
@@ -185,6 +192,7 @@ def home_of(args: Any) -> Strategy:
         tp=args.tensor_model_parallel_size,
         cp=args.context_parallel_size,
         pp=args.pipeline_model_parallel_size,
+        vpp=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
     )
 
 

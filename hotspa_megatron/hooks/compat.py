@@ -110,4 +110,5 @@ def initialize_model_parallel(strategy: Strategy, args: Any, *, embedding_ranks:
         "get_position_embedding_ranks": position_ranks,
         "create_gloo_process_groups": False,
     }
-    parallel_state.initialize_model_parallel(strategy.tp, strategy.pp, None, **options)
+    virtual = strategy.vpp if strategy.vpp > 1 else None
+    parallel_state.initialize_model_parallel(strategy.tp, strategy.pp, virtual, **options)

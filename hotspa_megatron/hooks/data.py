@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -95,6 +96,10 @@ class MicroBatch:
     longest: int
 
 
+_FILLER: Final = 128
+"""Tokens of the sequences in a micro-batch without real ones: short, but not so short that they are many."""
+
+
 class SegmentIterator:
     """The micro-batches of one segment that this rank runs, in order; ``forward_step`` takes them from here.
 
@@ -113,6 +118,12 @@ class SegmentIterator:
 
     def __len__(self) -> int:
         return len(self._batches)
+
+    def again(self) -> SegmentIterator:
+        """The same micro-batches from the first on, for another chunk of an interleaved pipeline."""
+        fresh = copy.copy(self)
+        fresh._next = 0
+        return fresh
 
     @property
     def padded(self) -> int:
@@ -142,8 +153,12 @@ class SegmentIterator:
             positions[begin : begin + padded] = np.minimum(np.arange(padded), piece.length - 1)
             boundaries.append(begin + padded)
             real.append(real[-1] + piece.length)
-        # What is left belongs to sequences of its own, none longer than the real ones: attention is quadratic.
-        longest = max(end - begin for begin, end in itertools.pairwise(boundaries))
+        # What is left belongs to sequences of its own, none longer than the real ones: attention is quadratic. A micro-batch
+        # without any, which an interleaved schedule may need to make up its number, has no weight in the loss at all.
+        longest = max(
+            (end - begin for begin, end in itertools.pairwise(boundaries)),
+            default=min(total, self._alignment.pad_sequence(_FILLER)),
+        )
         while boundaries[-1] < total:
             filler = min(longest, total - boundaries[-1])
             real.append(real[-1] + filler)

@@ -33,6 +33,7 @@ from hotspa_megatron.hooks.model import (
     packed_only,
 )
 from hotspa_megatron.hooks.parallel_state import ParallelStates, random_state_of
+from hotspa_megatron.hooks.recompute import recomputing
 from hotspa_megatron.planning.reshard_plan import ReshardPlan, plan_reshard
 from hotspa_megatron.planning.step_plan import Segment, StepPlanner
 from hotspa_megatron.planning.topology import Topology
@@ -243,6 +244,9 @@ class StepRunner:
             stack.enter_context(_schedule_hooks_off(config, home_config))
             # A replica without micro-batches runs no schedule: its peers must not wait for the whole world in a timer.
             stack.enter_context(_replaced(config, barrier_with_L1_time=False))
+            if segment.kind is Kind.GUEST or position or not all(segment.micro_batches):
+                # Interleaved schedules start home's parameter gather themselves: here it is complete, or under way.
+                stack.enter_context(_replaced(config, param_sync_func=None))
             if segment.kind is Kind.SIBLING and state is not home:
                 stack.enter_context(home_modules_under(self._model, home, state))
             # Home's, too: its replicas draw unequally often, and a checkpoint holds the generators of the first one only.
@@ -255,9 +259,9 @@ class StepRunner:
                     segment=position,
                 )
             )
-            stack.enter_context(
-                packed_only(self._guests[strategy].model if segment.kind is Kind.GUEST else self._model)
-            )
+            model = self._guests[strategy].model if segment.kind is Kind.GUEST else self._model
+            stack.enter_context(recomputing(model, self._planner.groups[segment.group].recompute))
+            stack.enter_context(packed_only(model))
             get_batch.mark_segment(True)
             try:
                 yield
@@ -283,7 +287,7 @@ class StepRunner:
             return list(
                 get_forward_backward_func()(
                     forward_step_func=_checked(forward_step_func),
-                    data_iterator=iterator,
+                    data_iterator=iterator if len(model) == 1 else [iterator.again() for _ in model],
                     model=model,
                     num_microbatches=len(iterator),
                     seq_length=iterator.total_tokens,

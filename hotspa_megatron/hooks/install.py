@@ -125,7 +125,7 @@ class Session:
         logical = read_home(model, self.resolved.home.strategy)
         self._planner = self._plan_by_costs(logical)
         # Each guest once, in the order of the file, however many length groups it serves.
-        layers = {s.strategy: s.layers for s in self.resolved.strategies if s.kind is Kind.GUEST}
+        layers = {s.strategy: s.stages for s in self.resolved.strategies if s.kind is Kind.GUEST}
         self.runner = StepRunner(
             args=self.args,
             states=self.states,
@@ -485,9 +485,11 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
 
         def forward_backward(*, forward_step_func: Any, data_iterator: Any, **schedule_options: Any) -> Any:
             began = time.perf_counter()
-            batch = next(data_iterator)
+            # One iterator per chunk of a pipeline with virtual stages: all say the same.
+            iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+            batches = [next(iterator) for iterator in iterators]
             try:
-                step = loader.step(batch)
+                step = loader.step(batches[0])
             except ValueError as error:  # what a sample is, every rank finds alike
                 _refuse(error)
             planned = time.perf_counter()
@@ -532,6 +534,7 @@ def _skip_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
         machine = get_rerun_state_machine()
         while machine.should_run_forward_backward(data_iterator):
-            next(data_iterator)
+            for iterator in data_iterator if isinstance(data_iterator, list) else [data_iterator]:
+                next(iterator)
 
     return dummy_train_step

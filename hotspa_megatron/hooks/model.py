@@ -304,6 +304,11 @@ def _set_sizes(transformer: Any, state: ParallelState) -> None:
         if getattr(transformer, name, None) is not None:
             setattr(transformer, name, state.strategy.tp)
     transformer.pipeline_model_parallel_size = state.strategy.pp
+    transformer.virtual_pipeline_model_parallel_size = state.strategy.vpp if state.strategy.vpp > 1 else None
+    transformer.microbatch_group_size_per_vp_stage = state.strategy.pp
+    # As Megatron sets them: transfers overlap where stages interleave, and only there.
+    transformer.overlap_p2p_comm = state.strategy.vpp > 1
+    transformer.batch_p2p_comm = not transformer.overlap_p2p_comm
     transformer.context_parallel_size = state.strategy.cp
     transformer.sequence_parallel = state.sizes["sequence_parallel"]
     if state.strategy.pp > 1 and transformer.pipeline_dtype is None:

@@ -101,6 +101,8 @@ class ParallelStates:
             *compat.TENSOR_PARALLEL_FIELDS,
             "pipeline_model_parallel_size",
             "transformer_pipeline_model_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "overlap_p2p_comm",
             "context_parallel_size",
             "data_parallel_size",
             "sequence_parallel",
@@ -132,10 +134,13 @@ class ParallelStates:
         sizes["pipeline_model_parallel_size"] = strategy.pp
         if "transformer_pipeline_model_parallel_size" in sizes:
             sizes["transformer_pipeline_model_parallel_size"] = strategy.pp
+        sizes["virtual_pipeline_model_parallel_size"] = strategy.vpp if strategy.vpp > 1 else None
         sizes["context_parallel_size"] = strategy.cp
         sizes["data_parallel_size"] = strategy.dp
         sizes["sequence_parallel"] = self.home.sizes["sequence_parallel"] and strategy.tp > 1
         if not same_layout:
+            # As Megatron has it: transfers overlap where stages interleave, and only there.
+            sizes["overlap_p2p_comm"] = strategy.vpp > 1
             # A guest's pipeline splits evenly; home's uneven split has no meaning for another number of stages.
             for name in compat.UNEVEN_PIPELINE_ARGUMENTS:
                 if name in sizes:

@@ -258,7 +258,7 @@ class CostModel:
 
     def _plain(self, strategy: Strategy) -> Strategy:
         """The strategy that stands for all with its layout."""
-        return Strategy.from_world(self.world_size, tp=strategy.tp, cp=1, pp=strategy.pp)
+        return self.memory.plain(strategy)
 
     def _owned(self, home: Strategy) -> RankPieces | Layout:
         """Where home's gradients are wanted: the distributed optimizer's shards, or home's whole layout."""

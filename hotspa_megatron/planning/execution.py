@@ -1,13 +1,14 @@
-"""How a strategy is run: with how much recomputation and how many virtual stages; and every way that a model allows.
+"""How a strategy is run: with how much recomputation; and every way that a model allows.
 
 Pure numbers. ``memory_model`` and ``cost_model`` say what an execution holds and how long it takes; ``search`` chooses.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 from hotspa_megatron.planning.legality import tp_problem
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -19,35 +20,54 @@ _SHORTEST_SLICE: Final = 512
 """Tokens of the longest sequence that a context-parallel rank is left with at least: thinner slices only add messages."""
 
 
+Granularity: TypeAlias = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recompute:
+    """What the backward pass computes anew, in Megatron's own terms.
+
+    ``none``; ``selective``: the core attention; ``full``: whole layers, the first ``layers`` of each virtual stage, or
+    (None) all of them. Raises ValueError for ``layers`` without full.
+    """
+
+    granularity: Granularity
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and (self.granularity != "full" or self.layers < 1):
+            raise ValueError(f"{self.layers} layers of recompute {self.granularity}: full recomputes at least one layer")
+
+    def __str__(self) -> str:
+        return self.granularity if self.layers is None else f"{self.granularity} of {self.layers} layers"
+
+    @classmethod
+    def of_share(cls, share: float, layers: int) -> Recompute:
+        """Of virtual stages with so many layers, the nearest that recomputes no less than this share of them."""
+        if share == 0:
+            return cls(granularity="none")
+        again = math.ceil(share * layers - 1e-9)
+        return cls(granularity="full", layers=None if again >= layers else again)
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Execution:
-    """A strategy, the share of its layers that is recomputed in full (0 to 1), and its virtual stages per rank.
-
-    Raises ValueError for a share outside 0 to 1 and for virtual stages without a pipeline.
-    """
+    """A strategy, and the share of its layers that is recomputed in full: 0 to 1, else ``ValueError``."""
 
     strategy: Strategy
     recompute: float = 0.0
-    vpp: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.recompute <= 1:
             raise ValueError(f"recompute is a share of layers from 0 to 1, not {self.recompute}")
-        if self.vpp < 1 or (self.vpp > 1 and self.strategy.pp == 1):
-            raise ValueError(f"vpp {self.vpp} on {self.strategy}: virtual stages need a pipeline")
 
     def __str__(self) -> str:
-        parts = [str(self.strategy)]
-        if self.recompute:
-            parts.append(f"recompute {self.recompute:g}")
-        if self.vpp > 1:
-            parts.append(f"vpp {self.vpp}")
-        return " ".join(parts)
+        return f"{self.strategy} recompute {self.recompute:g}" if self.recompute else str(self.strategy)
 
     @property
-    def layout(self) -> tuple[int, int]:
-        """(tp, pp): what decides where parameters lie in a world of given size."""
-        return self.strategy.tp, self.strategy.pp
+    def layout(self) -> tuple[int, int, int]:
+        """(tp, pp, vpp): what decides where parameters lie in a world of given size."""
+        return self.strategy.tp, self.strategy.pp, self.strategy.vpp
 
 
 def recomputed_share(
@@ -87,11 +107,11 @@ def legal_executions(
             for cp in sizes:
                 if cp > longest_cp or world_size % (tp * pp * cp):
                     continue
-                strategy = Strategy.from_world(world_size, tp=tp, cp=cp, pp=pp)
                 for virtual in vpp:
                     if virtual > 1 and (pp == 1 or not _stages_divide(shape.num_layers, pp * virtual)):
                         continue
-                    found += [Execution(strategy=strategy, recompute=share, vpp=virtual) for share in recompute]
+                    strategy = Strategy.from_world(world_size, tp=tp, cp=cp, pp=pp, vpp=virtual)
+                    found += [Execution(strategy=strategy, recompute=share) for share in recompute]
     return tuple(sorted(found))
 
 

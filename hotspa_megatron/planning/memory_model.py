@@ -17,7 +17,7 @@ from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.packing import LARGEST_MICRO_BATCH
 from hotspa_megatron.planning.param_layout import Layout, gpt_parameters, model_layout
-from hotspa_megatron.strategy import Strategy, stage_layers
+from hotspa_megatron.strategy import Strategy, layers_by_stage, stage_layers
 
 ADAM_BYTES: Final = 12
 """Optimizer state per bf16 parameter: fp32 master copy and both moments."""
@@ -84,31 +84,36 @@ class MemoryModel:
         self.optimizer_bytes = optimizer_bytes
         self._home = home
         self._home_layers = home_layers
-        self._layouts: dict[tuple[int, int], Layout] = {}
-        self._numels: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._layouts: dict[Strategy, Layout] = {}
+        self._numels: dict[Strategy, tuple[int, ...]] = {}
         self._static: dict[tuple[Strategy, Strategy], tuple[tuple[int, int, int, int, int], ...]] = {}
 
     @cached_property
     def _parameters(self) -> tuple[object, ...]:
         return gpt_parameters(self.shape)
 
+    def plain(self, strategy: Strategy) -> Strategy:
+        """The strategy that stands for all with its layout."""
+        return Strategy.from_world(self.world_size, tp=strategy.tp, cp=1, pp=strategy.pp, vpp=strategy.vpp)
+
     def stages(self, strategy: Strategy) -> Sequence[Sequence[int]]:
-        """Layers of each pipeline stage."""
+        """Layers of each pipeline stage, all its chunks'."""
         shape = self.shape
         if self._home is not None and strategy.same_layout(self._home):
             if self._home_layers is not None:
                 return self._home_layers
-            return stage_layers(shape.num_layers, strategy.pp, shape.layers_in_first_stage, shape.layers_in_last_stage)
-        return stage_layers(shape.num_layers, strategy.pp)
+            if strategy.vpp == 1:
+                first, last = shape.layers_in_first_stage, shape.layers_in_last_stage
+                return stage_layers(shape.num_layers, strategy.pp, first, last)
+        return layers_by_stage(stage_layers(shape.num_layers, strategy.pp * strategy.vpp), strategy.pp)
 
     def layout(self, strategy: Strategy) -> Layout:
         """Where the parameters lie; one for all strategies that lay them alike."""
-        key = strategy.tp, strategy.pp
+        key = self.plain(strategy)
         if key not in self._layouts:
-            plain = Strategy.from_world(self.world_size, tp=strategy.tp, cp=1, pp=strategy.pp)
             self._layouts[key] = model_layout(
                 self._parameters,  # type: ignore[arg-type]
-                plain,
+                key,
                 self.stages(strategy),
                 self.shape.tied_embeddings,
             )
@@ -116,7 +121,7 @@ class MemoryModel:
 
     def numels(self, strategy: Strategy) -> tuple[int, ...]:
         """Parameters that a rank of each pipeline stage holds."""
-        key = strategy.tp, strategy.pp
+        key = self.plain(strategy)
         if key not in self._numels:
             layout = self.layout(strategy)
             per_stage = self.world_size // strategy.pp
@@ -136,10 +141,10 @@ class MemoryModel:
         """
         strategy, shape = execution.strategy, self.shape
         stages = self.stages(strategy)
-        if execution.vpp == 1:
+        if strategy.vpp == 1:
             live = float(strategy.pp - stage)
         else:
-            live = (2 * (strategy.pp - stage - 1) + (execution.vpp - 1) * strategy.pp + 1) / execution.vpp
+            live = (2 * (strategy.pp - stage - 1) + (strategy.vpp - 1) * strategy.pp + 1) / strategy.vpp
         full = self._layer_bytes(strategy.tp)
         parted = strategy.tp if shape.sequence_parallel else 1
         kept = shape.parameter_bytes * shape.hidden_size / parted
@@ -182,7 +187,7 @@ class MemoryModel:
 
     def _fixed(self, strategy: Strategy, home: Strategy) -> tuple[tuple[int, int, int, int, int], ...]:
         """(stage, parameters, gradients, optimizer, home's) in bytes, of every kind of rank there is."""
-        key = Strategy.from_world(self.world_size, tp=strategy.tp, cp=1, pp=strategy.pp), home
+        key = self.plain(strategy), home
         if key not in self._static:
             shape, numels, at_home = self.shape, self.numels(strategy), self.numels(home)
             own = strategy.same_layout(home)

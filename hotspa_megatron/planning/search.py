@@ -54,7 +54,7 @@ _SHORTEST_CUT: Final = 512
 _FINER: Final = (0.84, 1.19, 0.92, 1.09, 0.71, 1.41)
 """Factors by which a threshold is moved: about a half, a quarter and a whole step between cut points."""
 
-_Layout = tuple[int, int]
+_Layout = tuple[int, int, int]
 _Estimates = NDArray[np.float64]
 
 
@@ -178,7 +178,7 @@ def plan_batches(
 
 def replace_axes(strategy: Strategy, cp: int) -> Strategy:
     """The strategy with another cp over the same ranks."""
-    return Strategy.from_world(strategy.world_size, tp=strategy.tp, cp=cp, pp=strategy.pp)
+    return Strategy.from_world(strategy.world_size, tp=strategy.tp, cp=cp, pp=strategy.pp, vpp=strategy.vpp)
 
 
 def _cps(home: Strategy, max_cp: int | None) -> list[int]:
@@ -400,7 +400,6 @@ class _Search:
             and each != home.execution
             and each.strategy.cp <= at.cp
             and each.recompute <= home.execution.recompute
-            and each.vpp == home.execution.vpp
         ]
 
     def _takes(self, choice: GroupChoice, limit: int, home: GroupChoice) -> bool:
@@ -430,7 +429,7 @@ class _Search:
             for factor in (1, 2, 4):
                 count = np.minimum(most, fewest * factor)
                 slot = np.maximum(work / (strategy.dp * count) + time.fixed, alone)
-                found = np.minimum(found, (count + (strategy.pp - 1) / execution.vpp) * slot)
+                found = np.minimum(found, (count + (strategy.pp - 1) / strategy.vpp) * slot)
         mean: _Estimates = np.where(sums.count > 0, found, 0.0).mean(axis=0)
         fits = np.array([self._least(execution, home, cut) <= capacity if cut else True for cut in self._cuts])
         mean = np.where(fits[None, :], mean, math.inf)
@@ -598,7 +597,8 @@ class _Programme:
         return self._homes[0]
 
     def _strategy(self, layout: _Layout) -> Strategy:
-        return Strategy.from_world(self._search._models.world_size, tp=layout[0], cp=1, pp=layout[1])
+        tp, pp, vpp = layout
+        return Strategy.from_world(self._search._models.world_size, tp=tp, cp=1, pp=pp, vpp=vpp)
 
 
 def _in_order(others: Sequence[GroupChoice], home: GroupChoice) -> tuple[GroupChoice, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotspa_megatron.planning.alignment import Alignment
+from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.packing import MicroBatches, as_lengths, pack
 from hotspa_megatron.planning.param_layout import gpt_parameters
@@ -37,6 +38,7 @@ class LengthGroup:
     """Where sequences with length in (longer group's lower bound, ``max_length``] run. Lengths and budget in tokens.
 
     ``multiple_of``: the number of micro-batches of every rank is a multiple of it, as interleaved schedules need.
+    ``recompute``: what the strategy's backward passes compute anew; None: what the command line says.
     """
 
     strategy: Strategy
@@ -45,6 +47,7 @@ class LengthGroup:
     tokens_per_microbatch: int
     alignment: Alignment
     multiple_of: int = 1
+    recompute: Recompute | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +80,7 @@ class StepPlan:
         numbers = [len(self.lengths), len(self.segments)]
         for segment in self.segments:
             at = segment.strategy
-            numbers += (segment.group, at.tp, at.cp, at.pp, at.dp, len(segment.micro_batches))
+            numbers += (segment.group, at.tp, at.cp, at.pp, at.dp, at.vpp, len(segment.micro_batches))
             for batches in segment.micro_batches:
                 numbers.append(len(batches))
                 for batch in batches:
@@ -270,6 +273,8 @@ class StepPlanner:
                     max_length=each.max_length,
                     tokens_per_microbatch=each.tokens_per_microbatch,
                     alignment=each.alignment,
+                    multiple_of=each.strategy.pp if each.strategy.vpp > 1 else 1,
+                    recompute=each.recompute,
                 )
                 for each in (*resolved.strategies, resolved.home)
             ],
@@ -318,9 +323,10 @@ class StepPlanner:
                 tokens[:] = tokens.max()
             squares = np.add.reduceat(lengths[members].astype(np.float64) ** 2, starts)
             times = time.fixed + time.per_token * tokens + time.per_square * squares
-            fillers = (len(batches) - len(real)) * time.fixed
+            fillers = (len(batches) - len(real)) * (time.fixed + time.per_token * int(tokens.max()))
             # fsum: the same on machines whose numpy adds in another order.
-            busiest = max(busiest, math.fsum(times.tolist()) + (stages - 1) * float(times.max()) + fillers)
+            fill = (stages - 1) * float(times.max()) / group.strategy.vpp
+            busiest = max(busiest, math.fsum(times.tolist()) + fill + fillers)
         return busiest
 
     def _moving(self, order: Sequence[int]) -> float:
@@ -465,16 +471,17 @@ class _Step:
     def _micro_batches(self, position: int, of: _Range) -> int:
         """How many micro-batches a replica of a pipeline should have at least: the fill costs less with more of them.
 
-        ``(m + pp - 1) * (busy / m + fixed)`` is least at ``m = sqrt((pp - 1) * busy / fixed)``. But each is padded to the
-        longest, which is no shorter than the longest sequence. Where no fixed time is known, the budget alone decides.
+        With ``fill = (pp - 1) / vpp``, ``(m + fill) * (busy / m + fixed)`` is least at ``m = sqrt(fill * busy / fixed)``.
+        But each is padded to the longest, which is no shorter than the longest sequence. Where no fixed time is known,
+        the budget alone decides.
         """
         group, time = self._planner.groups[position], self._time(position)
-        replicas, stages = group.strategy.dp, group.strategy.pp
+        replicas, stages, fill = group.strategy.dp, group.strategy.pp, (group.strategy.pp - 1) / group.strategy.vpp
         if stages == 1 or time.fixed <= 0:
             return 1
         busy = (time.per_token * of.tokens + time.per_square * of.squares) / replicas
         as_long = of.tokens // (replicas * group.alignment.alone(of.longest))
-        return max(1, min(round(math.sqrt((stages - 1) * busy / time.fixed)), as_long))
+        return max(1, min(round(math.sqrt(fill * busy / time.fixed)), as_long))
 
     def _estimated_segment(self, after: int, position: int) -> float:
         """Time of the busiest replica, from the bound that packing comes close to: the mean, or the longest sequence."""
@@ -482,15 +489,16 @@ class _Step:
         if not of.sequences:
             return 0.0
         group, time = self._planner.groups[position], self._time(position)
-        replicas, stages = group.strategy.dp, group.strategy.pp
+        replicas, stages, fill = group.strategy.dp, group.strategy.pp, (group.strategy.pp - 1) / group.strategy.vpp
         count = max(self._micro_batches(position, of), math.ceil(of.shares / replicas))
+        count = -(-count // group.multiple_of) * group.multiple_of
         alone, alone_squared = group.alignment.alone(of.longest), float(of.longest) ** 2
         if stages == 1:
             mean = (time.per_token * of.tokens + time.per_square * of.squares) / replicas
             return max(mean, time.per_token * alone + time.per_square * alone_squared) + count * time.fixed
         slot = time.fixed + time.per_token * max(of.tokens / (replicas * count), alone)
-        squares = max(of.squares / replicas, alone_squared) + (stages - 1) * alone_squared
-        return (count + stages - 1) * slot + time.per_square * squares
+        squares = max(of.squares / replicas, alone_squared) + fill * alone_squared
+        return (count + fill) * slot + time.per_square * squares
 
     def _estimate(self, used: tuple[int, ...]) -> float:
         work = sum(self._estimated_segment(after, position) for after, position in itertools.pairwise((-1, *used)))

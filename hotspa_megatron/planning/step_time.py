@@ -128,10 +128,11 @@ class RunModel:
             squares = np.add.reduceat(lengths[members].astype(np.float64) ** 2, starts)
             each = np.asarray(time.seconds(tokens.astype(np.float64), squares))
             times.append(each)
-            fill = (strategy.pp - 1) * float(each.max()) / execution.vpp
+            fill = (strategy.pp - 1) * float(each.max()) / strategy.vpp
             # Ranks lie as tp, cp, dp, pp from the fastest axis: a replica is a slice of this view.
             ranks = clock.reshape(strategy.pp, strategy.dp, strategy.cp * strategy.tp)[:, replica]
-            ranks[:] = ranks.max() + each.sum() + fill + (len(batches) - len(real)) * time.fixed
+            filler = float(time.fixed + time.per_token * tokens.max())
+            ranks[:] = ranks.max() + each.sum() + fill + (len(batches) - len(real)) * filler
         return float(np.concatenate(times).mean()) if times else 0.0
 
     def _length_group(self, choice: GroupChoice, *, last: bool) -> LengthGroup:
@@ -143,7 +144,7 @@ class RunModel:
             max_length=choice.max_length,
             tokens_per_microbatch=choice.tokens_per_microbatch,
             alignment=alignment_of(strategy, sequence_parallel=self.model.shape.sequence_parallel),
-            multiple_of=strategy.pp if choice.execution.vpp > 1 else 1,
+            multiple_of=strategy.pp if strategy.vpp > 1 else 1,
         )
 
 
