@@ -378,7 +378,7 @@ def counted_collectives() -> Iterator[list[str]]:
         return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_all_gather", "_reduce_scatter"):
+        for name in ("_all_gather", "_all_to_all"):
             patch.setattr(attention, name, counting(name, getattr(attention, name)))
         yield calls
 
@@ -406,7 +406,7 @@ def on_cp_ranks(rank: int, cp: int) -> dict[str, float]:
             local = [tensor.detach()[indices].requires_grad_() for tensor in whole]
             with padding(padded), counted_collectives() as calls:
                 ours = results(attend(*local, boundaries=marks), local, gradient[indices])
-            assert calls == ["_all_gather", "_reduce_scatter"], calls
+            assert calls == ["_all_gather", "_all_to_all"], calls
             difference = largest_difference(ours, [tensor[indices] for tensor in theirs])
             found[f"{name}, padded {padded}, {split.__name__}"] = difference
         if name == "mixed, filler behind":

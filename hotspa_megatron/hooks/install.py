@@ -230,7 +230,7 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         except ValueError as error:
             _refuse(error)
         if args.transformer_impl == "local":
-            _replace_local_modules()
+            replace_local_modules()
         if args.sft:
             _replace_reading_of_conversations(args)
         with recording_groups(session.pool):
@@ -327,7 +327,7 @@ def _compare_configurations(session: Session) -> None:
             raise RuntimeError(f"the {name} of rank {', '.join(map(str, different))} differs from rank 0's")
 
 
-def _replace_local_modules() -> None:
+def replace_local_modules() -> None:
     """Packed attention with context parallelism, and norms under sequence parallelism, for --transformer-impl local."""
     import contextlib
 
