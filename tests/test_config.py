@@ -69,9 +69,7 @@ strategies:
   - max_length: 512        # sequences of up to 512 tokens
     tp: 1
     tokens_per_microbatch: 2048
-    recompute: none
   - {max_length: 2048, tp: 2, pp: 1, cp: 2}
-  - {max_length: 3000, pp: 2, vpp: 3, recompute: full, recompute_layers: 2}
 home: {tokens_per_microbatch: 8192}
 samples: documents
 overlong: drop
@@ -86,9 +84,8 @@ def test_reads_every_key(tmp_path: Path) -> None:
     assert config == HotSPaConfig(
         path=tmp_path,
         strategies=(
-            StrategyConfig(max_length=512, tokens_per_microbatch=2048, recompute=Recompute(granularity="none")),
+            StrategyConfig(max_length=512, tokens_per_microbatch=2048),
             StrategyConfig(max_length=2048, tp=2, cp=2),
-            StrategyConfig(max_length=3000, pp=2, vpp=3, recompute=Recompute(granularity="full", layers=2)),
         ),
         home_tokens_per_microbatch=8192,
         overlong="drop",
@@ -96,7 +93,7 @@ def test_reads_every_key(tmp_path: Path) -> None:
         check_plans=False,
         get_batch="my_package.batches:get_batch",
     )
-    assert [entry.line for entry in config.strategies] == [4, 8, 9]
+    assert [entry.line for entry in config.strategies] == [4, 7]
     assert config.strategies[0].line_of("tp") == 5
     assert config.strategies[0].line_of("cp") == 4
 
@@ -279,13 +276,26 @@ NOT_YET = (
 for _line in NOT_YET:
     BAD[_line] = (f"strategies: []\n{_line}\n", 2, _line.split(":")[0], "is not available in this version; remove it")
 BAD["ep"] = (one_entry("ep: 1"), 3, "strategies[0].ep", "is not available in this version")
-BAD["recompute"] = (one_entry("recompute: some"), 3, "strategies[0].recompute", "none, selective or full")
+BAD["recompute"] = (one_entry("recompute: some"), 3, "strategies[0].recompute", "none or selective or full")
 BAD["recompute layers"] = (
     one_entry("recompute: selective\n    recompute_layers: 2"), 4, "strategies[0].recompute_layers", "write 'recompute: full'"
 )  # fmt: skip
 BAD["no recompute layers"] = (
     one_entry("recompute: full\n    recompute_layers: 0"), 4, "strategies[0].recompute_layers", "at least 1"
 )  # fmt: skip
+
+
+def test_how_a_strategy_recomputes_and_interleaves_is_read(tmp_path: Path) -> None:
+    text = """\
+strategies:
+  - {max_length: 8, recompute: none}
+  - {max_length: 16, pp: 2, vpp: 3, recompute: full, recompute_layers: 2}
+  - {max_length: 32, recompute: selective}
+"""
+    first, second, third = load_config(write(tmp_path, text)).strategies
+    assert first.recompute == Recompute(granularity="none") and first.vpp is None
+    assert second.recompute == Recompute(granularity="full", layers=2) and second.vpp == 3
+    assert third.recompute == Recompute(granularity="selective")
 
 
 def test_how_switches_move_is_read_and_told_apart(tmp_path: Path) -> None:

@@ -142,8 +142,8 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(write(tmp_path, GOOD)), "--world-size", "8", "--", *GPT]) == 0
     said = capsys.readouterr()
     lines = [line.split() for line in said.out.splitlines()]
-    assert ["513-2048", "tp2-cp2-pp1-dp2", "guest", "2,048", "2", "x", "4"] in lines
-    assert ["2049-4096", "tp4-cp1-pp1-dp2", "home", "8,192", "2", "x", "4"] in lines
+    assert ["513-2048", "tp2-cp2-pp1-dp2", "guest", "flags", "2,048", "2", "x", "4"] in lines
+    assert ["2049-4096", "tp4-cp1-pp1-dp2", "home", "flags", "8,192", "2", "x", "4"] in lines
     assert "19 distinct in all, at most 7 on one rank." in said.out
     assert "\x1b" not in said.out and not said.err
 
@@ -151,8 +151,8 @@ def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(write(tmp_path, GOOD))]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["1-512", "1", "1", "1", "2,048"] in lines
-    assert ["513-2048", "2", "2", "1", "default"] in lines
+    assert ["1-512", "1", "1", "1", "default", "default", "2,048"] in lines
+    assert ["513-2048", "2", "2", "1", "default", "default", "default"] in lines
     assert explained(tmp_path, capsys, GOOD)["strategies"][0]["tokens_per_microbatch"] == 2048
 
 

@@ -16,11 +16,12 @@ import numpy as np
 import pytest
 
 from hotspa_megatron.cli import charts, described_run, doctor
-from hotspa_megatron.cli.described_run import check_flags, with_home
+from hotspa_megatron.cli.described_run import check_flags, recompute_flags, with_home
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
 from hotspa_megatron.config import load_config, resolve
+from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.strategy import Strategy
 
 MODEL = shlex.split(
@@ -66,7 +67,6 @@ def test_the_file_is_one_that_a_job_takes(tmp_path: Path, capsys: pytest.Capture
     assert resolved.home.tokens_per_microbatch == said["groups"][-1]["tokens_per_microbatch"]
     assert said["gain"] >= 1 and said["seconds"]["total"] <= said["static_seconds"]["total"]
     assert all(group["memory"]["total"] <= group["memory"]["limit"] for group in said["groups"])
-    assert not any(group["recompute"] for group in said["groups"])
     comments = [text for text in path.read_text().splitlines() if text.startswith("#")]
     assert "not measured" in " ".join(comments) and "static" in " ".join(comments)
     assert " ".join(said["megatron_flags"]) in " ".join(comments)
@@ -106,12 +106,36 @@ def test_an_existing_file_is_kept_unless_forced(tmp_path: Path, capsys: pytest.C
     assert "strategies" in path.read_text()
 
 
-def test_recomputation_that_differs_is_shown_and_not_written(
+def test_recomputation_and_virtual_stages_are_written_as_a_job_takes_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "hotspa.yaml"
-    assert plan(*CLUSTER, "-o", str(path), "--vary-recompute") == 0
-    assert "Nothing written" in capsys.readouterr().out and not path.exists()
+    """Of memories so short that long sequences need what the short ones do without, some show both."""
+    text = (Path(described_run.__file__).parents[1] / "planning" / "hardware" / "l40s-pcie.yaml").read_text()
+    arguments = [*MODEL, "--global-batch-size", "128", "--sequence-parallel"]
+    seen = set()
+    for mebibytes in range(23000, 28000, 500):
+        hardware, path = tmp_path / "small.yaml", tmp_path / f"{mebibytes}.yaml"
+        hardware.write_text(text.replace("value: 46068", f"value: {mebibytes}"))
+        options = ["--hardware", str(hardware), "--world-size", "8", "--lengths", "wikipedia"]
+        assert plan(*options, "--max-cp", "1", "--max-tp", "1", "-o", str(path), "--json", arguments=arguments) == 0
+        said = json.loads(capsys.readouterr().out)
+        line = read_command_line([*arguments, *said["megatron_flags"]], world_size=8)
+        assert str(line.home) == said["home"]
+        resolved = resolve(load_config(path), shape=line.shape, home=line.home)
+        for each, group in zip(resolved.strategies, said["groups"], strict=False):
+            assert str(each.strategy) == group["strategy"] and each.recompute is not None
+            layers = max(len(stage) for stage in each.layers)
+            assert each.recompute.share(layers) == pytest.approx(group["recompute"], abs=0.5 / layers)
+        if len({group["recompute"] for group in said["groups"]}) > 1:
+            seen.add("recompute")
+        seen |= {"vpp" for each in resolved.strategies if each.strategy.vpp > 1}
+    assert seen == {"recompute", "vpp"}, "the cases do not show both"
+
+
+def test_homes_recomputation_is_said_in_megatrons_flags() -> None:
+    assert recompute_flags(Recompute(granularity="none")) == []
+    assert recompute_flags(Recompute(granularity="full"))[1::2] == ["full", "uniform", "1"]
+    assert recompute_flags(Recompute(granularity="full", layers=3))[1::2] == ["full", "block", "3"]
 
 
 def test_lengths_come_from_a_file_and_from_an_index(tmp_path: Path) -> None:

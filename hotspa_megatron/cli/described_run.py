@@ -13,7 +13,7 @@ from typing import Final
 
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
-from hotspa_megatron.planning.execution import recomputed_share
+from hotspa_megatron.planning.execution import Execution, Recompute, recomputed_share
 from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -22,6 +22,7 @@ from hotspa_megatron.strict_yaml import read_document
 
 _FLAGS_FILE: Final = Path(__file__).with_name("megatron_flags.yaml")
 _PARALLEL_FLAGS: Final = ("--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size")
+_VIRTUAL_FLAGS: Final = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
 _OURS: Final = "--hotspa-config"
 
@@ -38,6 +39,8 @@ class DescribedRun:
     lengths_from: str
     sequences_per_step: int
     recompute: float
+    selective: bool
+    """Whether the command line recomputes selectively, which counts as none where attention is fused."""
 
     @property
     def shape(self) -> ModelShape:
@@ -48,6 +51,11 @@ class DescribedRun:
     def optimizer_bytes(self) -> int:
         """Per parameter; as for Adam with fp32 state where the optimizer's is not known."""
         return 12 if self.line.optimizer_bytes is None else self.line.optimizer_bytes
+
+    @property
+    def home(self) -> Execution:
+        """What the command line itself would run."""
+        return Execution(strategy=self.line.home, recompute=self.recompute)
 
     def under(self, home: Strategy) -> MegatronCommandLine:
         """The command line with another home."""
@@ -106,6 +114,7 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
         lengths_from=source,
         sequences_per_step=sequences,
         recompute=_recompute(arguments, line),
+        selective=_word(arguments, "--recompute-granularity") == "selective" or "--recompute-activations" in arguments,
     )
 
 
@@ -124,13 +133,26 @@ def check_flags(arguments: Sequence[str]) -> None:
 
 def with_home(arguments: Sequence[str], home: Strategy) -> list[str]:
     """The command line with the parallel sizes of another home."""
-    return [*_without(arguments, _PARALLEL_FLAGS), *home_flags(home)]
+    return [*_without(arguments, (*_PARALLEL_FLAGS, *_VIRTUAL_FLAGS)), *home_flags(home)]
 
 
 def home_flags(home: Strategy) -> list[str]:
     """What makes Megatron run this home."""
-    sizes = (home.tp, home.cp, home.pp)
-    return [text for flag, size in zip(_PARALLEL_FLAGS, sizes, strict=True) for text in (flag, str(size))]
+    flags = [*zip(_PARALLEL_FLAGS, (home.tp, home.cp, home.pp), strict=True)]
+    if home.vpp > 1:
+        flags.append((_VIRTUAL_FLAGS[0], home.vpp))
+    return [text for flag, size in flags for text in (flag, str(size))]
+
+
+def recompute_flags(recompute: Recompute) -> list[str]:
+    """What makes Megatron recompute like this at home."""
+    if recompute.granularity != "full":
+        return [] if recompute.granularity == "none" else ["--recompute-granularity", "selective"]
+    method, layers = ("uniform", 1) if recompute.layers is None else ("block", recompute.layers)
+    return [
+        *("--recompute-granularity", "full", "--recompute-method", method),
+        *("--recompute-num-layers", str(layers)),
+    ]
 
 
 def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
@@ -162,7 +184,7 @@ def _recompute(arguments: Sequence[str], line: MegatronCommandLine) -> float:
         _word(arguments, "--recompute-granularity"),
         _word(arguments, "--recompute-method"),
         _flag(arguments, "--recompute-num-layers"),
-        layers_of_a_stage=line.shape.num_layers / line.home.pp,
+        layers_of_a_stage=line.shape.num_layers / (line.home.pp * line.home.vpp),
     )
 
 

@@ -101,7 +101,7 @@ def memory_per_stage(
             StageMemory(stage=stage, parameters=0, parameter_bytes=0, gradient_bytes=0, optimizer_bytes=0)
             for stage in range(strategy.pp)
         )
-    layout = model_layout(gpt_parameters(shape), strategy, each.layers, shape.tied_embeddings)
+    layout = model_layout(gpt_parameters(shape), strategy, each.stages, shape.tied_embeddings)
     stages = []
     for stage in range(strategy.pp):
         # Every tensor-parallel rank of a stage holds as many elements as the first.
@@ -161,6 +161,8 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
                 "tp": entry.tp,
                 "cp": entry.cp,
                 "pp": entry.pp,
+                "vpp": entry.vpp,
+                "recompute": None if entry.recompute is None else str(entry.recompute),
                 "tokens_per_microbatch": entry.tokens_per_microbatch,
             }
             for lengths, entry in zip(
@@ -182,6 +184,7 @@ def _describe(
             "strategy": str(each.strategy),
             "kind": each.kind,
             "tokens_per_microbatch": each.tokens_per_microbatch,
+            "recompute": None if each.recompute is None else str(each.recompute),
             "layers": [[stage.start, stage.stop] for stage in each.layers],
             "memory": [asdict(stage) for stage in stages],
         }
@@ -197,11 +200,13 @@ def _describe(
 
 
 def _print_file(config: HotSPaConfig) -> None:
-    console, table = tables.console(), tables.table("lengths", "tp", "cp", "pp", "tokens/micro-batch", left=_LEFT)
+    columns = ("lengths", "tp", "cp", "pp", "vpp", "recompute", "tokens/micro-batch")
+    console, table = tables.console(), tables.table(*columns, left=_LEFT)
     ranges = _ranges(entry.max_length for entry in config.strategies)
     for lengths, entry in zip(ranges, config.strategies, strict=True):
         budget = "default" if entry.tokens_per_microbatch is None else f"{entry.tokens_per_microbatch:,}"
-        tables.row(table, _range(lengths), entry.tp, entry.cp, entry.pp, budget)
+        virtual = "default" if entry.vpp is None else entry.vpp
+        tables.row(table, _range(lengths), entry.tp, entry.cp, entry.pp, virtual, entry.recompute or "default", budget)
     tables.print_table(console, "Strategies of the file", table)
     tables.say(console, "Home takes what is longer. Give Megatron's arguments behind -- for home, groups and memory.")
     tables.say(console, f"samples: {config.samples}; overlong: {config.overlong}; merge: {config.merge}")
@@ -217,12 +222,13 @@ def _print(
     console = tables.console()
     every = (*resolved.strategies, resolved.home)
     world = resolved.home.strategy.world_size
-    table = tables.table("lengths", "strategy", "kind", "tokens/micro-batch", "ranks", left=_LEFT)
+    table = tables.table("lengths", "strategy", "kind", "recompute", "tokens/micro-batch", "ranks", left=_LEFT)
     for lengths, each in zip(_ranges(each.max_length for each in every), every, strict=True):
         ranks = f"{each.strategy.dp} x {each.strategy.replica_size}"
-        tables.row(table, _range(lengths), each.strategy, each.kind, f"{each.tokens_per_microbatch:,}", ranks)
+        again = each.recompute or "flags"
+        tables.row(table, _range(lengths), each.strategy, each.kind, again, f"{each.tokens_per_microbatch:,}", ranks)
     tables.print_table(console, f"Strategies on {world} ranks", table)
-    tables.say(console, "Ranks: replicas x ranks of one replica.")
+    tables.say(console, "Ranks: replicas x ranks of one replica. Recompute: flags is what Megatron's own flags say.")
     tables.say(
         console,
         f"samples: {resolved.config.samples}; overlong: {resolved.config.overlong}; merge: {resolved.config.merge}",

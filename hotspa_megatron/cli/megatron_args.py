@@ -21,8 +21,6 @@ _REFUSED_FLAGS: Final = {
     "--num-experts": "experts are not available in this version",
     "--multi-latent-attention": "multi-latent attention is not available in this version",
     "--mtp-num-layers": "multi-token prediction is not available in this version",
-    "--num-layers-per-virtual-pipeline-stage": "virtual pipeline stages are not available in this version",
-    "--num-virtual-stages-per-pipeline-rank": "virtual pipeline stages are not available in this version",
     "--pipeline-model-parallel-layout": "a pipeline layout of one's own is not available in this version",
     "--account-for-embedding-in-pipeline-split": "a stage for the embedding is not available in this version",
     "--account-for-loss-in-pipeline-split": "a stage for the loss is not available in this version",
@@ -75,7 +73,8 @@ def read_command_line(arguments: Sequence[str], *, world_size: int | None) -> Me
         "pp": flags.pipeline_model_parallel_size,
     }
     try:
-        home = Strategy.from_world(math.prod(sizes.values()) if world_size is None else world_size, **sizes)
+        world = math.prod(sizes.values()) if world_size is None else world_size
+        home = Strategy.from_world(world, **sizes, vpp=_virtual_stages(flags))
     except ValueError as problem:
         raise ValueError(f"command line: {problem}; change the parallel sizes or --world-size") from None
     shape = _shape(flags)
@@ -104,6 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         "--padded-vocab-size",
         "--decoder-first-pipeline-num-layers",
         "--decoder-last-pipeline-num-layers",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
     ):
         parser.add_argument(flag, type=_size)
     for flag in (
@@ -165,6 +166,31 @@ def _check(flags: argparse.Namespace) -> None:
             f"command line: --max-position-embeddings: {flags.max_position_embeddings} is less than "
             f"--seq-length {flags.seq_length}; write at least that"
         )
+
+
+def _virtual_stages(flags: argparse.Namespace) -> int:
+    """Virtual stages of each pipeline stage, as Megatron derives them; ``ValueError`` where the flags do not go together."""
+    per_stage, stages = flags.num_layers_per_virtual_pipeline_stage, flags.num_virtual_stages_per_pipeline_rank
+    if per_stage is None and stages is None:
+        return 1
+    given = "--num-virtual-stages-per-pipeline-rank" if per_stage is None else "--num-layers-per-virtual-pipeline-stage"
+    if per_stage is not None and stages is not None:
+        raise ValueError(
+            f"command line: {given}: given together with --num-virtual-stages-per-pipeline-rank; remove one"
+        )
+    if flags.decoder_first_pipeline_num_layers or flags.decoder_last_pipeline_num_layers:
+        raise ValueError(f"command line: {given}: with uneven stages Megatron cuts chunks in its own way, unknown here")
+    pp, layers = flags.pipeline_model_parallel_size, flags.num_layers
+    if per_stage is not None and layers % (pp * per_stage):
+        raise ValueError(
+            f"command line: {given}: {layers} layers do not divide over pp {pp} and virtual stages of {per_stage} layers"
+        )
+    virtual = int(stages if per_stage is None else layers // pp // per_stage)
+    if virtual > 1 and layers % (pp * virtual):
+        raise ValueError(
+            f"command line: {given}: {layers} layers do not divide over pp {pp} with {virtual} virtual stages"
+        )
+    return virtual
 
 
 def _shape(flags: argparse.Namespace) -> ModelShape:

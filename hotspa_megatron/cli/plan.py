@@ -14,7 +14,7 @@ from hotspa_megatron.cli import described_run, tables
 from hotspa_megatron.cli.charts import save_bars
 from hotspa_megatron.cli.described_run import DescribedRun
 from hotspa_megatron.config import load_config, resolve
-from hotspa_megatron.planning.execution import RECOMPUTE_SHARES
+from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES, Execution, Recompute
 from hotspa_megatron.planning.memory_model import Held
 from hotspa_megatron.planning.search import PlannedRun, plan_strategies
 from hotspa_megatron.planning.step_time import GroupChoice
@@ -58,11 +58,6 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
     parser.add_argument("--output", "-o", default="hotspa.yaml", metavar="FILE", help="default hotspa.yaml")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument("--keep-home", action="store_true", help="keep the command line's parallel sizes")
-    parser.add_argument(
-        "--vary-recompute",
-        action="store_true",
-        help="let strategies differ in recomputation, which this version does not run: shows what it would bring",
-    )
     parser.add_argument("--max-tp", metavar="N", help="largest tp (default: the GPUs of a node)")
     parser.add_argument("--max-cp", metavar="N", help="largest cp; 1 where context parallelism is not available")
     parser.add_argument("--json", action="store_true", help="print JSON; seconds, bytes, tokens")
@@ -73,7 +68,7 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
     """Plan, write and print; ``ValueError`` for bad input, with nothing written."""
     path = Path(arguments.output)
-    if path.exists() and not arguments.force and not arguments.vary_recompute:
+    if path.exists() and not arguments.force:
         raise ValueError(f"--output: {path} is there already; give another name, or --force")
     described = described_run.read_run(arguments, megatron_arguments)
     planned = plan_strategies(
@@ -83,35 +78,35 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         world_size=described.world_size,
         sequences_per_step=described.sequences_per_step,
         home=described.line.home if arguments.keep_home else None,
-        recompute=RECOMPUTE_SHARES if arguments.vary_recompute else (described.recompute,),
+        recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
+        vpp=VIRTUAL_STAGES,
         max_tp=described_run.whole("--max-tp", arguments.max_tp) if arguments.max_tp else None,
         max_cp=described_run.whole("--max-cp", arguments.max_cp) if arguments.max_cp else None,
         optimizer_bytes=described.optimizer_bytes,
     )
     text = as_yaml(planned, described)
-    if not arguments.vary_recompute:
-        _check(text, planned, described)
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--output: {path}: {error.strerror}") from None
+    _check(text, planned, described)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output: {path}: {error.strerror}") from None
     if arguments.plot:
         _plot(arguments.plot, planned)
     if arguments.json:
-        print(json.dumps(_described(planned, described, None if arguments.vary_recompute else path), indent=2))
+        print(json.dumps(_described(planned, described, path), indent=2))
     else:
-        _print(planned, described, None if arguments.vary_recompute else path)
+        _print(planned, described, path)
 
 
 def as_yaml(planned: PlannedRun, described: DescribedRun) -> str:
     """The configuration file, with what was expected of it in comments."""
-    home, static = planned.home.execution.strategy, planned.static.execution.strategy
+    static = planned.static.execution
     lines = [
         f"# Chosen by hotspa plan for {described.world_size} ranks of {described.hardware.name}, from",
         f"# {described.lengths_from}, {described.sequences_per_step} sequences per step.",
         f"# Modelled, not measured: {planned.time.total:.3f} s per step, {planned.gain:.2f} times as fast as the best static",
         f"# strategy with the same packing ({static}, {planned.static_time.total:.3f} s).",
-        f"# Megatron's own flags make home: {' '.join(described_run.home_flags(home))}",
+        f"# Megatron's own flags make home: {' '.join(_flags(planned.home.execution, described))}",
     ]
     if len(planned.groups) == 1:
         lines += ["# One strategy for all lengths is fastest here.", "strategies: []"]
@@ -124,6 +119,8 @@ def as_yaml(planned: PlannedRun, described: DescribedRun) -> str:
             f"    tp: {strategy.tp}",
             f"    cp: {strategy.cp}",
             f"    pp: {strategy.pp}",
+            *([f"    vpp: {strategy.vpp}"] if strategy.pp > 1 else []),
+            *(f"    {line}" for line in _recompute_keys(_recompute(choice.execution, described))),
             f"    tokens_per_microbatch: {choice.tokens_per_microbatch}",
         ]
     lines.append(
@@ -131,6 +128,29 @@ def as_yaml(planned: PlannedRun, described: DescribedRun) -> str:
         f"{_memory(planned.held[-1])}"
     )
     return "\n".join(lines) + "\n"
+
+
+def _recompute(execution: Execution, described: DescribedRun) -> Recompute:
+    """What the execution recomputes, in Megatron's terms; the command line's selective recomputation stays where it was."""
+    if execution.recompute == 0 and described.selective:
+        return Recompute(granularity="selective")
+    strategy = execution.strategy
+    # Of uneven stages the fullest: the others then recompute no smaller share.
+    per_stage = -(-described.shape.num_layers // (strategy.pp * strategy.vpp))
+    return Recompute.of_share(execution.recompute, per_stage)
+
+
+def _recompute_keys(recompute: Recompute) -> list[str]:
+    layers = [] if recompute.layers is None else [f"recompute_layers: {recompute.layers}"]
+    return [f"recompute: {recompute.granularity}", *layers]
+
+
+def _flags(home: Execution, described: DescribedRun) -> list[str]:
+    """What to give Megatron for this home; its recomputation where it is not the command line's."""
+    flags = described_run.home_flags(home.strategy)
+    if home.recompute != described.recompute:
+        flags += described_run.recompute_flags(_recompute(home, described))
+    return flags
 
 
 def _check(text: str, planned: PlannedRun, described: DescribedRun) -> None:
@@ -142,15 +162,15 @@ def _check(text: str, planned: PlannedRun, described: DescribedRun) -> None:
         resolve(load_config(path), shape=described.under(home).shape, home=home)
 
 
-def _described(planned: PlannedRun, described: DescribedRun, path: Path | None) -> dict[str, object]:
+def _described(planned: PlannedRun, described: DescribedRun, path: Path) -> dict[str, object]:
     return {
-        "output": None if path is None else str(path),
+        "output": str(path),
         "hardware": described.hardware.name,
         "assumed": list(described.hardware.assumed),
         "world_size": described.world_size,
         "sequences_per_step": described.sequences_per_step,
         "home": str(planned.home.execution.strategy),
-        "megatron_flags": described_run.home_flags(planned.home.execution.strategy),
+        "megatron_flags": _flags(planned.home.execution, described),
         "seconds": asdict(planned.time),
         "static": str(planned.static.execution),
         "static_seconds": asdict(planned.static_time),
@@ -172,9 +192,9 @@ def _described(planned: PlannedRun, described: DescribedRun, path: Path | None) 
     }
 
 
-def _print(planned: PlannedRun, described: DescribedRun, path: Path | None) -> None:
+def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
     console = tables.console()
-    home = planned.home.execution.strategy
+    home = planned.home.execution
     shown = tables.table("lengths", "strategy", "kind", "tokens/micro-batch", "memory GiB", "limit", left=_LEFT)
     low = 1
     for choice, held in zip(planned.groups, planned.held, strict=True):
@@ -200,8 +220,8 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path | None) -> N
         f"Best static strategy with the same packing: {planned.static.execution}, {planned.static_time.total:.3f} s. "
         f"Gain {planned.gain:.2f}x.",
     )
-    if home != described.line.home:
-        tables.say(console, f"Give Megatron: {' '.join(described_run.home_flags(home))} (now {described.line.home})")
+    if home != described.home:
+        tables.say(console, f"Give Megatron: {' '.join(_flags(home, described))} (now {described.home})")
     if described.line.optimizer_note is not None:
         tables.say(console, f"Counted as Adam with fp32 state; {described.line.optimizer_note} may take other memory.")
     if planned.refused:
@@ -212,10 +232,7 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path | None) -> N
             "--json lists all.",
         )
     tables.say(console, f"Assumed, without a source: {', '.join(described.hardware.assumed) or 'nothing'}.")
-    if path is None:
-        tables.say(console, "Nothing written: this version does not run recomputation that differs between strategies.")
-    else:
-        tables.say(console, f"Wrote {path}.")
+    tables.say(console, f"Wrote {path}.")
 
 
 def _plot(path: str, planned: PlannedRun) -> None:

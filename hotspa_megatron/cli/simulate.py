@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hotspa_megatron.cli import described_run, tables
 from hotspa_megatron.cli.charts import save_bars, save_lines
+from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
 from hotspa_megatron.planning.search import plan_strategies
 from hotspa_megatron.planning.simulate import Cell, SimulatedStep, load_suite, run_suite, simulate_run, suite_names
 
@@ -136,7 +137,8 @@ def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str])
         hardware=described.hardware,
         world_size=described.world_size,
         sequences_per_step=described.sequences_per_step,
-        recompute=(described.recompute,),
+        recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
+        vpp=VIRTUAL_STAGES,
         optimizer_bytes=described.optimizer_bytes,
     )
     steps = list(

@@ -53,9 +53,11 @@ def _costs_on(hardware: Hardware, args: Any, resolved: ResolvedConfig, logical: 
         args.recompute_granularity,
         args.recompute_method,
         args.recompute_num_layers,
-        layers_of_a_stage=resolved.shape.num_layers / home.pp,
+        layers_of_a_stage=resolved.shape.num_layers / (home.pp * home.vpp),
     )
-    return step_costs(
-        model,
-        [Execution(strategy=each.strategy, recompute=share) for each in (*resolved.strategies, resolved.home)],
-    )
+    executions = []
+    for each in (*resolved.strategies, resolved.home):
+        layers = resolved.shape.num_layers / (each.strategy.pp * each.strategy.vpp)
+        own = share if each.recompute is None else each.recompute.share(layers)
+        executions.append(Execution(strategy=each.strategy, recompute=own))
+    return step_costs(model, executions)

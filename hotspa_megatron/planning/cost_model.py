@@ -148,7 +148,8 @@ class CostModel:
         pipeline = 0.0
         if strategy.pp > 1:
             crosses = tp * cp * strategy.dp % hardware.gpus_per_node == 0
-            pipeline = 2 * size * hidden / (tp * cp) / (self._card if crosses else self._node)
+            # Between virtual stages the same goes round once for each of them.
+            pipeline = strategy.vpp * 2 * size * hidden / (tp * cp) / (self._card if crosses else self._node)
         fixed = layers * (hardware.layer_overhead_s(tp) + (hardware.context_overhead_us * 1e-6 if cp > 1 else 0.0))
         # A recomputed layer runs forward once more: a third of its operations, half of its communication.
         more = 1 + again / 2

@@ -16,6 +16,8 @@ from hotspa_megatron.strategy import Strategy, stage_layers
 
 RECOMPUTE_SHARES: Final = (0.0, 0.5, 1.0)
 """Shares of a stage's layers recomputed in full, as --recompute-method block takes a number of layers."""
+VIRTUAL_STAGES: Final = (1, 2, 3, 4)
+"""Virtual stages per pipeline stage that are tried: each more saves less of the pipeline's fill and sends more."""
 _SHORTEST_SLICE: Final = 512
 """Tokens of the longest sequence that a context-parallel rank is left with at least: thinner slices only add messages."""
 
@@ -40,6 +42,12 @@ class Recompute:
 
     def __str__(self) -> str:
         return self.granularity if self.layers is None else f"{self.granularity} of {self.layers} layers"
+
+    def share(self, layers: float) -> float:
+        """The share of layers that is recomputed in full, of virtual stages with so many."""
+        return recomputed_share(
+            self.granularity, None if self.layers is None else "block", self.layers, layers_of_a_stage=layers
+        )
 
     @classmethod
     def of_share(cls, share: float, layers: int) -> Recompute:
