@@ -70,7 +70,7 @@ def _another_opinion() -> None:
     from hotspa_megatron.hooks import install
     from hotspa_megatron.planning.step_plan import StepCosts
 
-    decide = install.decide_costs
+    decide = vars(install)["decide_costs"]
 
     def other(*given: Any) -> Any:
         costs, source = decide(*given)

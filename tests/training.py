@@ -180,11 +180,13 @@ class SegmentSeen:
 
 @dataclasses.dataclass(frozen=True)
 class StepSeen:
-    """A forward-backward pass as the hooks ran it; ``tokens``: input positions of all its sequences."""
+    """A forward-backward pass as the hooks ran it; ``tokens``: input positions of all its sequences, which are given as
+    (source, document, start, length)."""
 
     first_sample: int
     samples: int
     tokens: int
+    sequences: tuple[tuple[int, int, int, int], ...]
     segments: tuple[SegmentSeen, ...]
 
 
@@ -297,7 +299,10 @@ def _record(run: Run, patches: Patches) -> None:
             SegmentSeen(str(each.strategy), str(each.kind), tuple(len(batches) for batches in each.micro_batches))
             for each in step.plan.segments
         ]
-        run.steps.append(StepSeen(step.batch.first_sample, step.batch.samples, sum(step.plan.lengths), tuple(segments)))
+        sequences = tuple((each.source, each.document, each.start, each.length) for each in step.sequences)
+        run.steps.append(
+            StepSeen(step.batch.first_sample, step.batch.samples, sum(step.plan.lengths), sequences, tuple(segments))
+        )
         return step_(runner, step=step, **options)
 
     patches.set(training, "training_log", training_log)
