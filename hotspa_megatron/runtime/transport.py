@@ -58,7 +58,7 @@ class Transport(Protocol):
         ...
 
 
-GLOO_PACE: Final = Pace(piece=1 << 22, direct=1 << 19, buffer=1 << 24, on_stream=False)
+GLOO_PACE: Final = Pace(piece=1 << 22, direct=1 << 18, buffer=1 << 24, on_stream=False)
 """Buffers that fit a core's cache: memory that is touched for the first time costs several times what a copy does."""
 NCCL_PACE: Final = Pace(piece=1 << 24, direct=1 << 22, buffer=1 << 40, on_stream=True)
 _TAGS: Final = 1 << 10
