@@ -222,7 +222,8 @@ def _strategy(text: str, ranks: int) -> Strategy:
 
 def contenders(case: Case) -> list[Contender]:
     """All that take part, ours with the static strategies that meet the limit, in the order of their turns."""
-    ranks, limit, made = case.ranks, case.max_tokens_per_rank, []
+    ranks, limit = case.ranks, case.max_tokens_per_rank
+    made: list[Contender] = []
     for sizes in ({"cp": ranks}, {"tp": ranks}, {"tp": 2, "cp": ranks // 2}, {}):
         size = sizes.get("tp", 1) * sizes.get("cp", 1)
         if ranks % max(size, 1) or size * limit < case.seq_length or size == 0:

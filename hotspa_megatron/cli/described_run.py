@@ -67,12 +67,13 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     parser.add_argument(
         "--from-script", metavar="FILE", help="take Megatron's arguments from the script that starts the job"
     )
-    parser.add_argument(
+    cluster = parser.add_mutually_exclusive_group(required=required)
+    cluster.add_argument(
         "--hardware",
-        required=required,
         metavar="NAME|FILE",
         help=f"the cluster: {', '.join(hardware_names())}, or a .yaml file in their form",
     )
+    cluster.add_argument("--profile", dest="hardware", metavar="FILE", help="the cluster as hotspa profile measured it")
     parser.add_argument("--world-size", metavar="N", help="ranks (default: WORLD_SIZE, else SLURM_NTASKS)")
     lengths = parser.add_mutually_exclusive_group(required=required)
     lengths.add_argument("--corpus", metavar="PREFIX", help="lengths of the documents of PREFIX.idx")

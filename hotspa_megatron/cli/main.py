@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hotspa_megatron.cli import bench, data, doctor, explain, plan, simulate
+from hotspa_megatron.cli import bench, data, doctor, explain, plan, profile, simulate
 
 
 class _Parser(argparse.ArgumentParser):
@@ -29,6 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     explain.add_command(commands)
     plan.add_command(commands)
     simulate.add_command(commands)
+    profile.add_command(commands)
     doctor.add_command(commands)
     bench.add_command(commands)
     data.add_command(commands)

@@ -14,10 +14,10 @@ from hotspa_megatron.cli import described_run, tables
 from hotspa_megatron.cli.charts import save_bars
 from hotspa_megatron.cli.described_run import DescribedRun
 from hotspa_megatron.config import load_config, resolve
+from hotspa_megatron.planning import plan_file
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES, Execution, Recompute
-from hotspa_megatron.planning.memory_model import Held
+from hotspa_megatron.planning.plan_file import kind_of, recompute_of
 from hotspa_megatron.planning.search import PlannedRun, plan_strategies
-from hotspa_megatron.planning.step_time import GroupChoice
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -100,49 +100,16 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
 
 def as_yaml(planned: PlannedRun, described: DescribedRun) -> str:
     """The configuration file, with what was expected of it in comments."""
-    static = planned.static.execution
-    lines = [
-        f"# Chosen by hotspa plan for {described.world_size} ranks of {described.hardware.name}, from",
-        f"# {described.lengths_from}, {described.sequences_per_step} sequences per step.",
-        f"# Modelled, not measured: {planned.time.total:.3f} s per step, {planned.gain:.2f} times as fast as the best static",
-        f"# strategy with the same packing ({static}, {planned.static_time.total:.3f} s).",
-        f"# Megatron's own flags make home: {' '.join(_flags(planned.home.execution, described))}",
-    ]
-    if len(planned.groups) == 1:
-        lines += ["# One strategy for all lengths is fastest here.", "strategies: []"]
-    else:
-        lines.append("strategies:")
-    for choice, held in zip(planned.groups[:-1], planned.held, strict=False):
-        strategy = choice.execution.strategy
-        lines += [
-            f"  - max_length: {choice.max_length}  # {_kind(choice, planned)} {choice.execution}, {_memory(held)}",
-            f"    tp: {strategy.tp}",
-            f"    cp: {strategy.cp}",
-            f"    pp: {strategy.pp}",
-            *([f"    vpp: {strategy.vpp}"] if strategy.pp > 1 else []),
-            *(f"    {line}" for line in _recompute_keys(_recompute(choice.execution, described))),
-            f"    tokens_per_microbatch: {choice.tokens_per_microbatch}",
-        ]
-    lines.append(
-        f"home: {{tokens_per_microbatch: {planned.home.tokens_per_microbatch}}}  # {planned.home.execution}, "
-        f"{_memory(planned.held[-1])}"
+    head = (
+        f"Chosen by hotspa plan for {described.world_size} ranks of {described.hardware.name}, from",
+        f"{described.lengths_from}, {described.sequences_per_step} sequences per step.",
+        f"Megatron's own flags make home: {' '.join(_flags(planned.home.execution, described))}",
     )
-    return "\n".join(lines) + "\n"
+    return plan_file.as_yaml(planned, num_layers=described.shape.num_layers, selective=described.selective, head=head)
 
 
 def _recompute(execution: Execution, described: DescribedRun) -> Recompute:
-    """What the execution recomputes, in Megatron's terms; the command line's selective recomputation stays where it was."""
-    if execution.recompute == 0 and described.selective:
-        return Recompute(granularity="selective")
-    strategy = execution.strategy
-    # Of uneven stages the fullest: the others then recompute no smaller share.
-    per_stage = -(-described.shape.num_layers // (strategy.pp * strategy.vpp))
-    return Recompute.of_share(execution.recompute, per_stage)
-
-
-def _recompute_keys(recompute: Recompute) -> list[str]:
-    layers = [] if recompute.layers is None else [f"recompute_layers: {recompute.layers}"]
-    return [f"recompute: {recompute.granularity}", *layers]
+    return recompute_of(execution, num_layers=described.shape.num_layers, selective=described.selective)
 
 
 def _flags(home: Execution, described: DescribedRun) -> list[str]:
@@ -179,7 +146,7 @@ def _described(planned: PlannedRun, described: DescribedRun, path: Path) -> dict
             {
                 "max_length": choice.max_length,
                 "strategy": str(choice.execution.strategy),
-                "kind": _kind(choice, planned),
+                "kind": kind_of(choice, planned),
                 "recompute": choice.execution.recompute,
                 "tokens_per_microbatch": choice.tokens_per_microbatch,
                 "memory": {**asdict(held), "total": held.total},
@@ -202,7 +169,7 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
             shown,
             f"{low}-{choice.max_length}",
             choice.execution,
-            _kind(choice, planned),
+            kind_of(choice, planned),
             f"{choice.tokens_per_microbatch:,}",
             f"{held.total / _GIB:.1f}",
             f"{held.limit / _GIB:.1f}",
@@ -245,14 +212,3 @@ def _plot(path: str, planned: PlannedRun) -> None:
             for name, time in (("static", planned.static_time), ("ours", planned.time))
         },
     )
-
-
-def _kind(choice: GroupChoice, planned: PlannedRun) -> str:
-    if choice is planned.home:
-        return "home"
-    own = choice.execution.strategy.same_layout(planned.home.execution.strategy)
-    return "sibling" if own else "guest"
-
-
-def _memory(held: Held) -> str:
-    return f"{held.total / _GIB:.1f} of {held.limit / _GIB:.1f} GiB on the fullest rank"

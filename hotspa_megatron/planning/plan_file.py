@@ -1,0 +1,69 @@
+"""A chosen plan as a configuration file: what ``hotspa plan`` writes, and what a job writes that plans for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from hotspa_megatron.planning.execution import Execution, Recompute
+from hotspa_megatron.planning.memory_model import Held
+from hotspa_megatron.planning.search import PlannedRun
+from hotspa_megatron.planning.step_time import GroupChoice
+
+_GIB: Final = 2**30
+
+
+def as_yaml(planned: PlannedRun, *, num_layers: int, selective: bool, head: Sequence[str]) -> str:
+    """The file's text; ``head`` becomes comments before all else.
+
+    ``selective``: the command line recomputes selectively, which strategies that recompute no layer then do, too.
+    """
+    static = planned.static.execution
+    lines = [
+        *(f"# {line}" for line in head),
+        f"# Modelled, not measured: {planned.time.total:.3f} s per step, {planned.gain:.2f} times as fast as the best static",
+        f"# strategy with the same packing ({static}, {planned.static_time.total:.3f} s).",
+    ]
+    if len(planned.groups) == 1:
+        lines += ["# One strategy for all lengths is fastest here.", "strategies: []"]
+    else:
+        lines.append("strategies:")
+    for choice, held in zip(planned.groups[:-1], planned.held, strict=False):
+        strategy = choice.execution.strategy
+        again = recompute_of(choice.execution, num_layers=num_layers, selective=selective)
+        lines += [
+            f"  - max_length: {choice.max_length}  # {kind_of(choice, planned)} {choice.execution}, {_memory(held)}",
+            f"    tp: {strategy.tp}",
+            f"    cp: {strategy.cp}",
+            f"    pp: {strategy.pp}",
+            *([f"    vpp: {strategy.vpp}"] if strategy.pp > 1 else []),
+            f"    recompute: {again.granularity}",
+            *([] if again.layers is None else [f"    recompute_layers: {again.layers}"]),
+            f"    tokens_per_microbatch: {choice.tokens_per_microbatch}",
+        ]
+    lines.append(
+        f"home: {{tokens_per_microbatch: {planned.home.tokens_per_microbatch}}}  # {planned.home.execution}, "
+        f"{_memory(planned.held[-1])}"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def recompute_of(execution: Execution, *, num_layers: int, selective: bool) -> Recompute:
+    """What the execution recomputes, in Megatron's terms; the command line's selective recomputation stays where it was."""
+    if execution.recompute == 0 and selective:
+        return Recompute(granularity="selective")
+    strategy = execution.strategy
+    # Of uneven stages the fullest: the others then recompute no smaller share.
+    return Recompute.of_share(execution.recompute, -(-num_layers // (strategy.pp * strategy.vpp)))
+
+
+def kind_of(choice: GroupChoice, planned: PlannedRun) -> str:
+    """home, sibling or guest."""
+    if choice is planned.home:
+        return "home"
+    own = choice.execution.strategy.same_layout(planned.home.execution.strategy)
+    return "sibling" if own else "guest"
+
+
+def _memory(held: Held) -> str:
+    return f"{held.total / _GIB:.1f} of {held.limit / _GIB:.1f} GiB on the fullest rank"
