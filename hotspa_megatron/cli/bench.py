@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hotspa_megatron.cli import bench_packing, bench_step, tables
+from hotspa_megatron.cli import bench_packing, bench_reshard, bench_step, tables
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.legality import tp_problem
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -58,6 +58,7 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
     planner.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, times in CPU seconds")
     planner.set_defaults(run=_run_planner)
     bench_packing.add_part(parts)
+    bench_reshard.add_part(parts)
     bench_step.add_part(parts)
 
 

@@ -324,31 +324,34 @@ def _measure(arguments: argparse.Namespace, cases: Sequence[tuple[ModelShape, St
 
 def _print_pairs(found: Sequence[PairResult], backend: str, world: int) -> None:
     console = tables.console()
-    shown = tables.table(
-        "from", "to", "MB", "ours ms", "refit ms", "bound ms", "refit/ours", "ours/bound", "first ms", "refit", "refit/ours",
-        "moved MB", "floor", "messages", "operations", left=("from", "to"),
-    )  # fmt: skip
+    shown = tables.table("move", "MB", "ours ms", "refit", "bound", "refit/ours", "ours/bound", "first ms", "refit first",
+                         "refit/ours first", left=("move",))  # fmt: skip
     for each in found:
-        milliseconds = [f"{seconds * 1e3:.1f}" for seconds in (each.ours_s, each.refit_s, each.bound_s)]
         tables.row(
-            shown, each.source, each.destination, f"{each.model_mb:.0f}", *milliseconds, f"{each.ratio:.2f}",
+            shown, f"{each.source} -> {each.destination}", f"{each.model_mb:.0f}", f"{each.ours_s * 1e3:.1f}",
+            f"{each.refit_s * 1e3:.1f}", f"{each.bound_s * 1e3:.1f}", f"{each.ratio:.2f}",
             f"{each.ours_s / each.bound_s:.2f}", f"{each.ours_first_s * 1e3:.1f}", f"{each.refit_first_s * 1e3:.1f}",
-            f"{each.refit_first_s / each.ours_first_s:.2f}", f"{each.bytes_total / 1e6:.1f}",
-            f"{each.floor_total / 1e6:.1f}", each.messages, each.operations,
+            f"{each.refit_first_s / each.ours_first_s:.2f}",
         )  # fmt: skip
     tables.print_table(console, f"Moves of bf16 parameters on {world} ranks, {backend}", shown)
+    shown = tables.table("move", "MB", "moved MB", "floor", "most received MB", "floor of it", "messages", "operations",
+                         left=("move",))  # fmt: skip
+    for each in found:
+        sizes = (each.bytes_total, each.floor_total, each.bytes_max_recv, each.floor_max_recv)
+        tables.row(
+            shown, f"{each.source} -> {each.destination}", f"{each.model_mb:.0f}", *(f"{s / 1e6:.2f}" for s in sizes),
+            each.messages, each.operations,
+        )  # fmt: skip
+    tables.print_table(console, "What went over the transport", shown)
     tables.say(console, "refit: megatron.core.resharding. bound: one packed message per pair of ranks and its copies.")
-    tables.say(
-        console, "Medians of the slowest rank. first: planning included. messages: pairs of ranks that exchange."
-    )
+    tables.say(console, "Medians of the slowest rank; first: planning included. Floors: what ranks lack.")
+    tables.say(console, "messages: pairs of ranks that exchange; a message travels in one or more operations.")
 
 
 def _print_folds(found: Sequence[FoldResult], backend: str, world: int) -> None:
     console = tables.console()
-    shown = tables.table(
-        "guest", "home", "MB", "apart ms", "fused ms", "fused/apart", "apart MB", "fused MB", "apart buffers MB",
-        "fused buffers MB", left=("guest", "home"),
-    )  # fmt: skip
+    shown = tables.table("guest", "home", "MB", "apart ms", "fused ms", "fused/apart", "apart MB", "fused MB",
+                         "kept apart MB", "kept fused MB", left=("guest", "home"))  # fmt: skip
     for each in found:
         tables.row(
             shown, each.source, each.destination, f"{each.model_mb:.0f}", f"{each.apart_s * 1e3:.1f}",
@@ -363,4 +366,4 @@ def _print_folds(found: Sequence[FoldResult], backend: str, world: int) -> None:
         console,
         "MB over all ranks; the reduction counted as a ring: 2 (n - 1) / n of the gradients of each of n replicas.",
     )
-    tables.say(console, "buffers: what the rank with most keeps until the gradients are added.")
+    tables.say(console, "kept: what the rank with most keeps until the gradients are added.")
