@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.spawn import REPOSITORY
+from tests.training import RELEASE, SCRIPT
 
 SEQ_LENGTH = 64
 VOCAB = 96
@@ -72,20 +72,40 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
         + "\nmerge: never\n"
     )  # fmt: skip
     sys.argv = ["pretrain", *arguments_of(mix), "--hotspa-config", str(config)]
-    args = example.parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
+    args = _start_megatron()
     args.params_dtype, args.curr_iteration = dtype, 0
-    training.initialize_megatron()
     session = install.current_session()
     assert session is not None and session.states is not None
-    model_config = example.gpt_config_from_args(args)
-    container = example.pretrain_cfg_container_from_args(args, model_config)
-    model = model_config.get_builder_cls()(model_config).build_distributed_models(
-        pg_collection=session.states.home.groups, ddp_config=container.ddp, data_parallel_random_init=False
-    )
-    session.prepare_runner(model, builder_for(args, cfg_container=container, model_provider=None, model_type=None))
+    if RELEASE >= (0, 19):
+        model_config = example.gpt_config_from_args(args)
+        container = example.pretrain_cfg_container_from_args(args, model_config)
+        model = model_config.get_builder_cls()(model_config).build_distributed_models(
+            pg_collection=session.states.home.groups, ddp_config=container.ddp, data_parallel_random_init=False
+        )
+        build = builder_for(args, cfg_container=container, model_provider=None, model_type=None)
+    else:
+        provider, kind = example.model_provider, example.ModelType.encoder_or_decoder
+        model = training.get_model(provider, kind)
+        build = builder_for(args, cfg_container=None, model_provider=provider, model_type=kind)
+    session.prepare_runner(model, build)
     if args.overlap_grad_reduce:
         model[0].config.no_sync_func = [chunk.no_sync for chunk in model] if len(model) > 1 else model[0].no_sync
     return session, model, example.forward_step
+
+
+def _start_megatron() -> Any:
+    """Read sys.argv and set up home's groups; Megatron's argument namespace."""
+    from megatron.training import get_args, training
+
+    defaults = {"tokenizer_type": "NullTokenizer"}
+    if RELEASE >= (0, 18):
+        from megatron.training.arguments import parse_and_validate_args
+
+        parse_and_validate_args(args_defaults=defaults)
+        training.initialize_megatron()
+    else:
+        training.initialize_megatron(args_defaults=defaults)
+    return get_args()
 
 
 def arguments_of(mix: Mix) -> list[str]:
@@ -108,10 +128,8 @@ def arguments_of(mix: Mix) -> list[str]:
 
 
 def example_script() -> Any:
-    """examples/pretrain_small.py as a module: its forward_step is what a user would have written."""
-    specification = importlib.util.spec_from_file_location(
-        "pretrain_small", REPOSITORY / "examples" / "pretrain_small.py"
-    )
+    """The release's small training script as a module: its forward_step is what a user would have written."""
+    specification = importlib.util.spec_from_file_location("pretrain_small", SCRIPT)
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)

@@ -11,6 +11,7 @@ import atexit
 import dataclasses
 import functools
 import hashlib
+import importlib.metadata
 import math
 import os
 import re
@@ -30,7 +31,8 @@ from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.planning.sample_order import SampleOrder
 from tests.spawn import REPOSITORY, run_ranks
 
-SCRIPT = REPOSITORY / "examples" / "pretrain_small.py"
+RELEASE = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
+SCRIPT = REPOSITORY / ("examples" if RELEASE >= (0, 19) else "tests/older") / "pretrain_small.py"
 SEED = 1234
 SEQ_LENGTH = 256
 VOCAB = 121

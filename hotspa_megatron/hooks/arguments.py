@@ -64,7 +64,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("--defer-embedding-wgrad-compute", _is_set("defer_embedding_wgrad_compute"), "is not supported"),
     Refusal("--delay-wgrad-compute", _is_set("delay_wgrad_compute"), "is not supported"),
     Refusal("--decrease-batch-size-if-needed", _is_set("decrease_batch_size_if_needed"), "is not supported"),
-    # Before 0.19 it works; since then there is a schedule in its place, and Megatron passes over it.
+    # Before 0.18 it works; since then there is a schedule in its place, and Megatron passes over it.
     Refusal("--rampup-batch-size",
             lambda args: getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"),
             "is ignored by this Megatron; write the ramp as --step-batch-size-schedule"),

@@ -71,10 +71,12 @@ def install() -> None:
 
     _patches.wrap(megatron_arguments, "add_megatron_arguments", _add_flag)
     _patches.wrap(megatron_arguments, "validate_args", _check_flags_first)
+    if hasattr(initialize, "validate_args"):  # 0.17 reads the command line there, through a reference of its own
+        _patches.set(initialize, "validate_args", megatron_arguments.validate_args)
     _patches.wrap(training, "pretrain", _remember_forward_step)
     # Scripts import it from the package, which took its own reference.
     _patches.set(megatron.training, "pretrain", training.pretrain)
-    # Inside initialize_megatron: 0.17 reads the command line there.
+    # Inside initialize_megatron: 0.17 knows its arguments only there.
     _patches.wrap(initialize, "_initialize_distributed", _plan_before_and_create_groups_after)
     _patches.wrap(training, "setup_model_and_optimizer", _build_guests_after)
     _patches.wrap(training, "build_train_valid_test_data_iterators", _read_documents_on_every_rank)

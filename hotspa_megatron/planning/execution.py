@@ -38,7 +38,9 @@ class Recompute:
 
     def __post_init__(self) -> None:
         if self.layers is not None and (self.granularity != "full" or self.layers < 1):
-            raise ValueError(f"{self.layers} layers of recompute {self.granularity}: full recomputes at least one layer")
+            raise ValueError(
+                f"{self.layers} layers of recompute {self.granularity}: full recomputes at least one layer"
+            )
 
     def __str__(self) -> str:
         return self.granularity if self.layers is None else f"{self.granularity} of {self.layers} layers"

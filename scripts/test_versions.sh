@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Runs the tests that touch Megatron against other supported releases of megatron-core, each in an environment of its own.
+#
+#   scripts/test_versions.sh                  the supported releases that scripts/test.sh does not run
+#   scripts/test_versions.sh 0.18.2           these releases
+#   scripts/test_versions.sh 0.18.2 -- -k x   what follows -- goes to pytest
+#
+# An environment is made at .venv-RELEASE on first use and kept. MEGATRON_LM_PATH, where set, names a checkout of
+# Megatron-LM whose own pretrain_gpt.py is tried too, in the environment of the same release. The last line says how each
+# release ended; exit code 1 where one failed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+suite=(tests/test_launch.py tests/test_patches.py tests/test_training.py tests/test_steps.py tests/test_checkpoint.py
+    tests/test_samples.py tests/test_gradients.py tests/test_switching.py tests/test_get_batch.py)
+releases=()
+while (($#)); do
+    case $1 in
+        -h | --help)
+            sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+            exit
+            ;;
+        --)
+            shift
+            break
+            ;;
+        -*)
+            printf 'test_versions: %s: no such option; options for pytest come after --\n' "$1" >&2
+            exit 2
+            ;;
+        *) releases+=("$1") ;;
+    esac
+    shift
+done
+((${#releases[@]})) || releases=(0.17.1 0.18.2)
+
+export OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 CUDA_DEVICE_MAX_CONNECTIONS=1
+release_of_checkout() {
+    local info=${MEGATRON_LM_PATH:-}/megatron/core/package_info.py
+    [[ -f $info ]] && sed -n 's/^\(MAJOR\|MINOR\) = \([0-9]*\).*/\2/p' "$info" | paste -sd .
+}
+summary=() failed=0
+for release in "${releases[@]}"; do
+    HOTSPA_MEGATRON=$release HOTSPA_VENV=$PWD/.venv-$release bash scripts/setup.sh
+    tests=("${suite[@]}")
+    [[ $(release_of_checkout) == "${release%.*}" ]] && tests+=(tests/test_megatron_lm.py)
+    log=$(mktemp)
+    ".venv-$release/bin/python" -m pytest -m "not long" "${tests[@]}" "$@" | tee "$log" || failed=1
+    summary+=("megatron-core $release: $(tail -n 1 "$log" | tr -d =)")
+    rm -f "$log"
+done
+printf '%s\n' "${summary[@]}"
+exit "$failed"
