@@ -298,6 +298,15 @@ COMMAND_LINES = {
     "bf16 gradients": [*GPT, "--grad-reduce-in-bf16"],
     "swiglu default": without("--ffn-hidden-size", "96"),
     "pipeline": [*GPT, "--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "1"],
+    "virtual stages": [*GPT, "--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"],
+    "layers of virtual stages": [
+        *GPT,
+        "--pipeline-model-parallel-size",
+        "2",
+        "--num-layers-per-virtual-pipeline-stage",
+        "1",
+    ],
+    "one virtual stage": [*GPT, "--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "2"],
     "no tensor parallelism": [*GPT, "--tensor-model-parallel-size", "1"],
 }
 MEGATRON_READS = """

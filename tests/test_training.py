@@ -33,6 +33,15 @@ from tests.training import (
     train,
 )
 
+CP2_PP2_VIRTUAL = Home(
+    1, 2, 2, (SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", "--num-virtual-stages-per-pipeline-rank", "2")
+)
+RECOMPUTING_AND_INTERLEAVED = """
+strategies:
+  - {max_length: 32, tp: 1, pp: 2, tokens_per_microbatch: 96, recompute: selective}
+  - {max_length: 128, tp: 2, pp: 2, vpp: 2, tokens_per_microbatch: 128, recompute: full}
+"""
+
 # Runs are shared: whichever test comes first waits for those that it compares with.
 pytestmark = pytest.mark.timeout(600)
 
@@ -75,8 +84,10 @@ def static_layouts() -> list[Run]:
         (TP2_CP2, GUEST_AND_SIBLING, {("tp1-cp1-pp1-dp4", "guest"), ("tp2-cp1-pp1-dp2", "sibling"), ("tp2-cp2-pp1-dp1", "home")}),
         (TP2_PP2, TWO_GUESTS, {("tp1-cp1-pp1-dp4", "guest"), ("tp4-cp1-pp1-dp1", "guest"), ("tp2-cp1-pp2-dp1", "home")}),
         (DP4, PIPELINED_GUEST, {("tp2-cp1-pp2-dp1", "guest"), ("tp1-cp1-pp1-dp4", "home")}),
+        (CP2_PP2_VIRTUAL, RECOMPUTING_AND_INTERLEAVED, {("tp1-cp1-pp2-dp2-vpp2", "sibling"), ("tp2-cp1-pp2-dp1-vpp2", "guest"),
+                                                        ("tp1-cp2-pp2-dp1-vpp2", "home")}),
     ],
-    ids=["guest and sibling", "two guests", "pipelined guest"],
+    ids=["guest and sibling", "two guests", "pipelined guest", "recomputing and interleaved"],
 )  # fmt: skip
 def test_mixed_training_equals_the_static_one(
     static_layouts: list[Run], home: Home, config: str, expected: set[tuple[str, str]], request: pytest.FixtureRequest

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, load_config, resolve
-from hotspa_megatron.hooks import arguments, compat, cpu, get_batch
+from hotspa_megatron.hooks import arguments, auto, compat, cpu, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.costs import decide_costs
 from hotspa_megatron.hooks.data import StepLoader
@@ -194,7 +194,10 @@ def _check_flags_first(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(args, *rest, **options)
         try:
             arguments.check_flags(args)
-            load_config(args.hotspa_config)
+            if args.hotspa_config == auto.AUTO:
+                auto.check(args)
+            else:
+                load_config(args.hotspa_config)
         except ValueError as error:
             _refuse(error)
         # Sums over strategies of any size only add up when each is a sum: one division per step, by its valid tokens.
@@ -228,6 +231,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         if not getattr(args, "hotspa_config", None):
             return original(*positional, **options)
         try:
+            if args.hotspa_config == auto.AUTO:
+                args.hotspa_config = str(auto.decide(args, say=_say))
             session = Session(args, _resolved(args))
         except ValueError as error:
             _refuse(error)
@@ -401,6 +406,11 @@ def _read_documents_on_every_rank(original: Callable[..., Any]) -> Callable[...,
     def build_train_valid_test_data_iterators(provider: Any) -> Any:
         if _session is None:
             return original(provider)
+        if getattr(provider, "keywords", {}).get("vp_stage"):
+            # Providers read for the first and the last chunk; here every chunk has what the first one of all has.
+            first = functools.partial(provider, vp_stage=0)
+            vars(first).update(vars(provider))
+            provider = first
         with first_rank_of_every_group():
             return original(provider)
 
@@ -424,7 +434,8 @@ def _ask_provider_once(original: Callable[..., Any]) -> Callable[..., Any]:
         if session.args.skip_train:
             return train, valid, test
         session.train_dataset = train
-        session.loader = _loader(session, train)
+        if session.loader is None:  # chunks of a pipeline with virtual stages ask once each, for one loader
+            session.loader = _loader(session, train)
         return train, valid, test
 
     return build_train_valid_test_datasets
