@@ -89,8 +89,9 @@ def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument_group(title="hotspa").add_argument(
         FLAG,
         default=None,
-        metavar="FILE",
-        help="Run the length groups of each mini-batch under the strategies of this YAML file (hotspa_megatron).",
+        metavar="FILE|auto",
+        help="Run the length groups of each mini-batch under the strategies of this YAML file (hotspa_megatron); auto: plan "
+        "at start, and keep the file beside the checkpoints.",
     )
     return parser
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hotspa_megatron.config import ResolvedConfig
 from hotspa_megatron.hooks import cpu
+from hotspa_megatron.hooks.auto import cached_profile
 from hotspa_megatron.hooks.model import LogicalModel
 from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import Execution, recomputed_share
@@ -22,7 +23,10 @@ from hotspa_megatron.planning.topology import Topology
 
 
 def hardware_here() -> tuple[Hardware, str]:
-    """The description of this rank's device, and how it was found."""
+    """A profile that was made of this cluster, else the description of this rank's device; and how it was found."""
+    profile = cached_profile()
+    if profile.exists():
+        return load_hardware(profile), f"the profile {profile}"
     device = None if cpu.needed() else torch.cuda.get_device_name()
     name = described_device(device)
     return load_hardware(name), f"the description {name} of {device or 'ranks on CPU'}"

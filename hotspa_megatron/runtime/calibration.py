@@ -134,6 +134,8 @@ class _Calibrator:
             for name, like in (("card_gigabytes_per_s", "intra_gigabytes_per_s"), ("card_latency_us", "intra_latency_us"),
                                ("spanning_gigabytes_per_s", "intra_gigabytes_per_s")):  # fmt: skip
                 values[name], assumed[name] = values[like], "one node: there is no network to measure; as within it"
+        for group in groups.values():
+            dist.destroy_process_group(group)
         notes = (f"messages between neighbouring ranks: {neighbour[1] / 1e9:.3g} GB/s, {neighbour[0] * 1e6:.0f} us",)
         return Calibration(
             values=values, assumed=assumed, notes=notes if self._world > 1 else (), seconds=time.perf_counter() - began
