@@ -17,6 +17,7 @@ import pytest
 
 from examples.demo import __main__ as demo
 from examples.demo import corpus, report, training
+from tests.spawn import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
@@ -474,3 +475,43 @@ def test_the_cpu_example_trains_as_the_readme_says() -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "hotspa: switch tp2-cp1-pp1-dp1 -> tp1-cp1-pp1-dp2" in done.stdout
     assert "iteration        3/       3" in done.stdout
+
+
+# ----------------------------------------------------------------------------------------------------------- a single GPU
+
+
+def test_the_gpu_check_explains_itself_and_says_where_there_is_no_gpu() -> None:
+    script = ROOT / "scripts" / "gpu_check.sh"
+    explained = shell(script, "--help")
+    assert explained.returncode == 0 and "prefetch on a side stream" in explained.stdout
+    without = shell(script, PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
+    assert without.returncode == 0
+    assert without.stdout == "gpu_check: no CUDA device is visible: nothing was checked\n"
+    refused = shell(script, "--fast")
+    assert refused.returncode == 2 and refused.stderr == "gpu_check: --fast: no such option; see --help\n"
+    lost = shell(script, PYTHON="/bin/false")
+    assert lost.returncode == 2 and "/bin/false has no torch" in lost.stderr
+
+
+def _gpu_check_on_cpu(rank: int, world_size: int, broken: bool) -> str:
+    import contextlib
+    import io
+    import runpy
+
+    if broken:
+        from hotspa_megatron.runtime.binding import Copies
+
+        Copies.add = lambda self: None  # type: ignore[method-assign]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(ROOT / "scripts" / "gpu_check.py"))["main"](["--device", "cpu"])
+    return said.getvalue()
+
+
+def test_what_the_gpu_check_runs_is_exact_on_cpu_and_fails_where_a_fold_is_lost() -> None:
+    (said,) = run_ranks(_gpu_check_on_cpu, 1, False, init_process_group=False)
+    assert [line.split(":")[0] for line in said.splitlines()] == [
+        "pack", "unpack", "add", "world size 1", "four ranks on one device", "prefetch",
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="fold of four ranks: parameter 0 differs on rank 0"):
+        run_ranks(_gpu_check_on_cpu, 1, True, init_process_group=False)
