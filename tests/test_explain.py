@@ -14,8 +14,10 @@ import pytest
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.planning.communicators import GROUP_MB, PAIR_MB, GroupMemory, Groups, count_groups, group_memory
+from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.strategy import Kind, Strategy
 from tests.test_config import BAD, GOOD, write
+from tests.test_lengths import write_index
 
 GPT = [
     *("--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "8", "--ffn-hidden-size", "96"),
@@ -138,6 +140,41 @@ def test_more_memory_for_groups_than_allowed_is_refused(tmp_path: Path, capsys: 
     assert "MiB of a rank's memory" in capsys.readouterr().out
 
 
+def test_a_step_of_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every document is shown in one segment, cut as a job cuts it, and what does not pay is merged."""
+    prefix = write_index(tmp_path / "data", [101] * 90 + [2001] * 9 + [9001])
+    text = "strategies: [{max_length: 512}, {max_length: 4096, tp: 4, cp: 2}]"
+    command = ["--world-size", "8", "--lengths", str(prefix), "--sequences", "64", "--seed", "3"]
+    step = explained(tmp_path, capsys, text + "\nmerge: never", *command, "--", *GPT)["step"]
+    drawn = LengthHistogram.from_index(prefix).sample(64, seed=3)
+    assert step["tokens"] == drawn.sum() and (drawn > 8192).any()
+    pieces = [length for each in drawn.tolist() for length in ([4096, 4096, 808] if each == 9000 else [each])]
+    assert step["sequences"] == len(pieces)
+    guest, sibling = step["segments"]
+    assert (guest["kind"], guest["shortest"], guest["longest"]) == ("guest", 100, 100)
+    assert (sibling["kind"], sibling["shortest"], sibling["longest"]) == ("sibling", 808, 4096)
+    assert guest["sequences"] == pieces.count(100) and len(guest["micro_batches"]) == 8
+    for each in (guest, sibling):
+        assert each["computed_tokens"] >= each["tokens"] and 0 <= each["imbalance"] < 1
+    assert step["padding"] == pytest.approx(
+        1 - step["tokens"] / sum(each["computed_tokens"] for each in step["segments"])
+    )
+
+    # Over gloo this model's parameters are not moved for a few short documents.
+    merged = explained(tmp_path, capsys, text, "--hardware", "cpu-gloo", *command, "--", *GPT)["step"]
+    assert [each["kind"] for each in merged["segments"]] != ["guest", "sibling"]
+    assert (
+        merged["seconds"]
+        <= explained(tmp_path, capsys, text + "\nmerge: never", "--hardware", "cpu-gloo", *command, "--", *GPT)["step"][
+            "seconds"
+        ]
+    )
+
+    assert main(["explain", str(write(tmp_path, text)), *command, "--", *GPT]) == 0
+    printed = capsys.readouterr().out
+    assert f"A step of {prefix}: {len(pieces)} sequences" in printed and "Modelled on a100-80 (--hardware)" in printed
+
+
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(write(tmp_path, GOOD)), "--world-size", "8", "--", *GPT]) == 0
     said = capsys.readouterr()
@@ -226,6 +263,24 @@ def test_bad_files_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.Captu
         (["explain", "FILE", "--", *GPT, "--max-position-embeddings", "9"], "9 is less than --seq-length 4096"),
         (["explain", "FILE", "--", *GPT, "--hidden-size", "63"], "63 does not divide over 8 attention heads"),
         (["explain", "FILE", "--", *GPT[:16], "--num-layers"], "--num-layers: expected one argument"),
+        (["explain", "FILE", "--lengths", "wikipedia"], "--lengths: a step cannot be planned without Megatron's"),
+        (
+            ["explain", "FILE", "--lengths", "wikipedia", "--", *GPT],
+            "--sequences: missing, and the command line has no",
+        ),
+        (["explain", "FILE", "--lengths", "nowhere", "--sequences", "8", "--", *GPT], "'nowhere' names no lengths"),
+        (
+            ["explain", "FILE", "--lengths", "wikipedia", "--sequences", "0", "--", *GPT],
+            "--sequences: '0' is not a whole",
+        ),
+        (
+            ["explain", "FILE", "--lengths", "wikipedia", "--sequences", "8", "--seed", "-1", "--", *GPT],
+            "--seed: -1 is not",
+        ),
+        (
+            ["explain", "FILE", "--lengths", "wikipedia", "--sequences", "8", "--hardware", "b1", "--", *GPT],
+            "--hardware: 'b1' is not known",
+        ),
     ],
 )
 def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -102,7 +102,7 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
     world_size = _world_size(options.world_size)
     line = read_command_line(arguments, world_size=world_size)
     histogram, source = _histogram(options)
-    batch = _flag(arguments, "--global-batch-size")
+    batch = whole_of(arguments, "--global-batch-size")
     sequences = whole("--sequences", options.sequences) if options.sequences else batch
     if sequences is None:
         raise ValueError("--sequences: missing, and the command line has no --global-batch-size; give one of them")
@@ -114,7 +114,7 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
         histogram=histogram,
         lengths_from=source,
         sequences_per_step=sequences,
-        recompute=_recompute(arguments, line),
+        recompute=recompute_of(arguments, line),
         selective=_word(arguments, "--recompute-granularity") == "selective" or "--recompute-activations" in arguments,
     )
 
@@ -169,7 +169,7 @@ def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     return kept
 
 
-def _flag(arguments: Sequence[str], flag: str) -> int | None:
+def whole_of(arguments: Sequence[str], flag: str) -> int | None:
     """The whole number given for a flag, the last one as argparse takes it."""
     found = None
     for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
@@ -180,11 +180,12 @@ def _flag(arguments: Sequence[str], flag: str) -> int | None:
     return found
 
 
-def _recompute(arguments: Sequence[str], line: MegatronCommandLine) -> float:
+def recompute_of(arguments: Sequence[str], line: MegatronCommandLine) -> float:
+    """The share of layers that the command line recomputes in full."""
     return recomputed_share(
         _word(arguments, "--recompute-granularity"),
         _word(arguments, "--recompute-method"),
-        _flag(arguments, "--recompute-num-layers"),
+        whole_of(arguments, "--recompute-num-layers"),
         layers_of_a_stage=line.shape.num_layers / (line.home.pp * line.home.vpp),
     )
 

@@ -14,9 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hotspa_megatron.cli import tables
+from hotspa_megatron.cli.described_run import recompute_of, whole, whole_of
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
+from hotspa_megatron.cli.sample_step import StepShown, print_step, sample_step
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, Groups, count_groups
+from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, hardware_names, load_hardware
+from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
 from hotspa_megatron.strategy import Kind
 
@@ -29,6 +33,8 @@ examples:
       check the file alone
   hotspa explain hotspa.yaml --world-size 16 -- $GPT_ARGS
       check it against the model and show groups and memory; $GPT_ARGS is what pretrain_gpt.py is given
+  hotspa explain hotspa.yaml --world-size 16 --lengths data/my_text_document --hardware h100 -- $GPT_ARGS
+      and what a step of that corpus would look like
 """
 _LEFT: Final = ("lengths", "strategy", "kind", "axes")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
@@ -57,13 +63,29 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
         description="Check a configuration and show its strategies; with Megatron's arguments, also groups and memory.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="hotspa explain CONFIG [--world-size N] [--json] [-- MEGATRON ARGS]",
+        usage="hotspa explain CONFIG [--world-size N] [--lengths WHAT] [options] [-- MEGATRON ARGS]",
     )
     parser.add_argument("config", metavar="CONFIG", help="the file that --hotspa-config will name")
     parser.add_argument(
         "--world-size",
         metavar="N",
         help="ranks (default: WORLD_SIZE, else SLURM_NTASKS, else one replica of home)",
+    )
+    parser.add_argument(
+        "--lengths",
+        metavar="WHAT",
+        help="show a step of these: PREFIX of a data set, a file of one length per line, wikipedia, or "
+        "lognormal:mean=M,sigma=S,max=N",
+    )
+    parser.add_argument(
+        "--sequences", metavar="N", help="samples of that step (default: Megatron's --global-batch-size)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that step (default 0)")
+    parser.add_argument(
+        "--hardware",
+        default=UNKNOWN_DEVICE,
+        metavar="NAME|FILE",
+        help=f"whose times decide what is merged: {', '.join(hardware_names())}, or a file (default {UNKNOWN_DEVICE})",
     )
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, lengths in tokens")
     parser.set_defaults(run=run)
@@ -75,6 +97,8 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     if not megatron_arguments:
         if arguments.world_size is not None:
             raise ValueError("--world-size: has no meaning without Megatron's arguments; add them behind --")
+        if arguments.lengths is not None:
+            raise ValueError("--lengths: a step cannot be planned without Megatron's arguments; add them behind --")
         described = _describe_file(config)
         if not arguments.json:
             _print_file(config)
@@ -85,10 +109,38 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         taken = resolved.group_memory
         memory = [memory_per_stage(each, resolved, line) for each in (*resolved.strategies, resolved.home)]
         described = _describe(resolved, groups, taken, memory)
+        step = None
+        if arguments.lengths is not None:
+            step = _step(arguments, resolved, megatron_arguments, line)
+            described["step"] = asdict(step)
         if not arguments.json:
             _print(resolved, groups, taken, memory, line)
+            if step is not None:
+                print_step(tables.console(), step, source=arguments.lengths)
     if arguments.json:
         print(json.dumps(described, indent=2))
+
+
+def _step(
+    arguments: argparse.Namespace,
+    resolved: ResolvedConfig,
+    megatron_arguments: Sequence[str],
+    line: MegatronCommandLine,
+) -> StepShown:
+    given = arguments.sequences
+    sequences = whole_of(megatron_arguments, "--global-batch-size") if given is None else whole("--sequences", given)
+    if sequences is None:
+        raise ValueError("--sequences: missing, and the command line has no --global-batch-size; give one of them")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed: {arguments.seed} is not a seed; write a whole number of at least 0")
+    return sample_step(
+        resolved,
+        LengthHistogram.named(arguments.lengths),
+        load_hardware(arguments.hardware),
+        sequences=sequences,
+        seed=arguments.seed,
+        recompute=recompute_of(megatron_arguments, line),
+    )
 
 
 def memory_per_stage(

@@ -14,11 +14,10 @@ from hotspa_megatron.config import ResolvedConfig
 from hotspa_megatron.hooks import cpu
 from hotspa_megatron.hooks.auto import cached_profile
 from hotspa_megatron.hooks.model import LogicalModel
-from hotspa_megatron.planning.cost_model import CostModel
-from hotspa_megatron.planning.execution import Execution, recomputed_share
+from hotspa_megatron.planning.execution import recomputed_share
 from hotspa_megatron.planning.hardware import Hardware, described_device, load_hardware
 from hotspa_megatron.planning.step_plan import StepCosts
-from hotspa_megatron.planning.step_time import step_costs
+from hotspa_megatron.planning.step_time import resolved_costs
 from hotspa_megatron.planning.topology import Topology
 
 
@@ -50,18 +49,11 @@ def decide_costs(
 
 def _costs_on(hardware: Hardware, args: Any, resolved: ResolvedConfig, logical: LogicalModel) -> StepCosts:
     home = resolved.home.strategy
-    model = CostModel(
-        resolved.shape, hardware, home.world_size, home=home, home_layers=[list(stage) for stage in logical.home_layers]
-    )
     share = recomputed_share(
         args.recompute_granularity,
         args.recompute_method,
         args.recompute_num_layers,
         layers_of_a_stage=resolved.shape.num_layers / (home.pp * home.vpp),
     )
-    executions = []
-    for each in (*resolved.strategies, resolved.home):
-        layers = resolved.shape.num_layers / (each.strategy.pp * each.strategy.vpp)
-        own = share if each.recompute is None else each.recompute.share(layers)
-        executions.append(Execution(strategy=each.strategy, recompute=own))
-    return step_costs(model, executions)
+    home_layers = [list(stage) for stage in logical.home_layers]
+    return resolved_costs(resolved, hardware, recompute=share, home_layers=home_layers)

@@ -181,10 +181,5 @@ class SegmentIterator:
 
 def padding_fraction(step: Step, planner: StepPlanner) -> float:
     """Share of the step's computed tokens that pad; 0 for an empty step."""
-    computed = 0
-    for segment in step.plan.segments:
-        alignment = planner.groups[segment.group].alignment
-        for batches in segment.micro_batches:
-            totals = [alignment.micro_batch(step.plan.lengths[i] for i in batch) for batch in batches]
-            computed += max(totals, default=0) * len(totals) if segment.strategy.pp > 1 else sum(totals)
+    computed = sum(planner.computed_tokens(segment, step.plan.lengths) for segment in step.plan.segments)
     return 1.0 - sum(step.plan.lengths) / computed if computed else 0.0

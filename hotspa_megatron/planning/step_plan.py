@@ -306,14 +306,15 @@ class StepPlanner:
         work = sum(self._segment_seconds(segment, whole) for segment in plan.segments)
         return work + self._moving([segment.group for segment in plan.segments])
 
-    def _segment_seconds(self, segment: Segment, lengths: NDArray[np.int64]) -> float:
-        """The busiest replica's time; a pipeline fills with its longest micro-batch, to which all are padded."""
+    def busy(self, segment: Segment, lengths: NDArray[np.int64]) -> list[float]:
+        """Each replica's time, in the unit of ``costs``; a pipeline fills with its longest micro-batch, as all are padded to."""
         group = self.groups[segment.group]
         time, stages = self.costs.time(group.strategy), group.strategy.pp
-        busiest = 0.0
+        found = []
         for batches in segment.micro_batches:
             real = [batch for batch in batches if batch]
             if not real:
+                found.append(0.0)
                 continue
             members = np.array([index for batch in real for index in batch], np.int64)
             starts = np.cumsum([0, *(len(batch) for batch in real)])[:-1]
@@ -326,8 +327,19 @@ class StepPlanner:
             fillers = (len(batches) - len(real)) * (time.fixed + time.per_token * int(tokens.max()))
             # fsum: the same on machines whose numpy adds in another order.
             fill = (stages - 1) * float(times.max()) / group.strategy.vpp
-            busiest = max(busiest, math.fsum(times.tolist()) + fill + fillers)
-        return busiest
+            found.append(math.fsum(times.tolist()) + fill + fillers)
+        return found
+
+    def computed_tokens(self, segment: Segment, lengths: Sequence[int]) -> int:
+        """Tokens that a segment computes over, padding included; micro-batches of a pipeline are all as long as the longest."""
+        alignment, computed = self.groups[segment.group].alignment, 0
+        for batches in segment.micro_batches:
+            totals = [alignment.micro_batch(lengths[index] for index in batch) for batch in batches]
+            computed += max(totals, default=0) * len(totals) if segment.strategy.pp > 1 else sum(totals)
+        return computed
+
+    def _segment_seconds(self, segment: Segment, lengths: NDArray[np.int64]) -> float:
+        return max(self.busy(segment, lengths))
 
     def _moving(self, order: Sequence[int]) -> float:
         """Seconds of the switches and folds of segments run in this order of groups."""

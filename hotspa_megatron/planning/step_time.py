@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from hotspa_megatron.planning.alignment import alignment_of
 from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import Execution
+from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.step_plan import (
     LengthGroup,
     MicroBatchTime,
@@ -146,6 +148,23 @@ class RunModel:
             alignment=alignment_of(strategy, sequence_parallel=self.model.shape.sequence_parallel),
             multiple_of=strategy.pp if strategy.vpp > 1 else 1,
         )
+
+
+def resolved_costs(
+    resolved: Any, hardware: Hardware, *, recompute: float, home_layers: Sequence[Sequence[int]] | None = None
+) -> StepCosts:
+    """``step_costs`` of a resolved configuration (``config.ResolvedConfig``) on this hardware.
+
+    ``recompute``: the share of layers that the command line recomputes, where a strategy says nothing else.
+    ``home_layers``: of each of home's stages, where they do not follow from the shape.
+    """
+    shape, home = resolved.shape, resolved.home.strategy
+    executions = []
+    for each in (*resolved.strategies, resolved.home):
+        layers = shape.num_layers / (each.strategy.pp * each.strategy.vpp)
+        share = recompute if each.recompute is None else each.recompute.share(layers)
+        executions.append(Execution(strategy=each.strategy, recompute=share))
+    return step_costs(CostModel(shape, hardware, home.world_size, home=home, home_layers=home_layers), executions)
 
 
 def step_costs(model: CostModel, executions: Sequence[Execution]) -> StepCosts:

@@ -1,0 +1,147 @@
+"""What one step of a corpus would look like under a configuration, for ``hotspa explain``: planned as a job plans it.
+
+Lengths are drawn from the corpus, so the step is one like those of the job, not one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+
+from hotspa_megatron.cli import tables
+from hotspa_megatron.config import ResolvedConfig
+from hotspa_megatron.planning.hardware import Hardware
+from hotspa_megatron.planning.lengths import LengthHistogram
+from hotspa_megatron.planning.step_plan import StepPlanner
+from hotspa_megatron.planning.step_time import resolved_costs
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentShown:
+    """A segment. ``shortest`` to ``longest``: lengths of its sequences. ``micro_batches``: of each replica.
+
+    ``computed_tokens`` include padding; ``imbalance``: (busiest replica - mean) / busiest, by modelled time; ``seconds``: the
+    busiest replica's, modelled.
+    """
+
+    strategy: str
+    kind: str
+    shortest: int
+    longest: int
+    sequences: int
+    tokens: int
+    computed_tokens: int
+    micro_batches: tuple[int, ...]
+    imbalance: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShown:
+    """A step. ``hardware``: whose times decided; ``padding``: share of computed tokens; ``seconds``: moves included."""
+
+    hardware: str
+    sequences: int
+    tokens: int
+    padding: float
+    segments: tuple[SegmentShown, ...]
+    seconds: float
+
+
+def sample_step(
+    resolved: ResolvedConfig,
+    histogram: LengthHistogram,
+    hardware: Hardware,
+    *,
+    sequences: int,
+    seed: int,
+    recompute: float,
+) -> StepShown:
+    """Plan a step of so many documents (the pieces of one that is split count as it); ``ValueError`` where none fits."""
+    config, limit = resolved.config, resolved.shape.seq_length
+    if config.samples == "megatron":
+        raise ValueError(
+            "--lengths: with samples: megatron a step holds Megatron's own samples, which only a job draws; remove one"
+        )
+    drawn = LengthHistogram.of(histogram.sample(sequences, seed=seed))
+    if config.overlong == "error":
+        if drawn.longest > limit:
+            raise ValueError(
+                f"--lengths: a document has {drawn.longest} input positions, more than --seq-length {limit}, which "
+                "overlong: error does not allow"
+            )
+    else:
+        drawn = drawn.limited(limit, config.overlong)
+    lengths = [
+        length
+        for length, count in zip(drawn.lengths.tolist(), drawn.counts.tolist(), strict=True)
+        for _ in range(count)
+    ]
+    planner = StepPlanner.from_resolved(
+        resolved, resolved_costs(resolved, hardware, recompute=recompute), merge=config.merge == "auto"
+    )
+    plan = planner.plan(lengths)
+    segments = []
+    for segment in plan.segments:
+        own = [lengths[index] for batches in segment.micro_batches for batch in batches for index in batch]
+        busy = planner.busy(segment, np.array(plan.lengths, np.int64))
+        segments.append(
+            SegmentShown(
+                strategy=str(segment.strategy),
+                kind=segment.kind,
+                shortest=min(own),
+                longest=max(own),
+                sequences=len(own),
+                tokens=sum(own),
+                computed_tokens=planner.computed_tokens(segment, plan.lengths),
+                micro_batches=tuple(len(batches) for batches in segment.micro_batches),
+                imbalance=1 - sum(busy) / len(busy) / max(busy),
+                seconds=max(busy),
+            )
+        )
+    return StepShown(
+        hardware=hardware.name,
+        sequences=len(lengths),
+        tokens=sum(lengths),
+        padding=1 - sum(lengths) / sum(each.computed_tokens for each in segments),
+        segments=tuple(segments),
+        seconds=planner.seconds(plan),
+    )
+
+
+def print_step(console: Console, step: StepShown, *, source: str) -> None:
+    shown = tables.table(
+        *("strategy", "kind", "lengths", "sequences", "tokens", "micro-batches", "padding", "imbalance", "ms"),
+        left=("strategy", "kind", "lengths"),
+    )
+    for each in step.segments:
+        tables.row(
+            shown,
+            each.strategy,
+            each.kind,
+            f"{each.shortest:,}-{each.longest:,}",
+            f"{each.sequences:,}",
+            f"{each.tokens:,}",
+            _counts(each.micro_batches),
+            f"{1 - each.tokens / each.computed_tokens:.1%}",
+            f"{each.imbalance:.1%}",
+            f"{each.seconds * 1e3:,.0f}",
+        )
+    title = f"A step of {source}: {step.sequences:,} sequences, {step.tokens:,} tokens, {step.padding:.1%} padding"
+    tables.print_table(console, title, shown)
+    tables.say(
+        console,
+        "Micro-batches: of the replica with fewest and with most. Imbalance: (busiest replica - mean) / busiest.",
+    )
+    tables.say(
+        console,
+        f"Modelled on {step.hardware} (--hardware), moves of parameters and gradients included: {step.seconds * 1e3:,.0f} ms.",
+    )
+
+
+def _counts(micro_batches: Sequence[int]) -> str:
+    fewest, most = min(micro_batches), max(micro_batches)
+    return str(most) if fewest == most else f"{fewest}-{most}"
