@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -42,6 +43,9 @@ _MOST_SPREAD: Final = 0.25
 _LOSS_TOLERANCE: Final = 1e-5
 _NORM_TOLERANCE: Final = 1e-4
 """Relative differences that fp32 sums in another order may have."""
+_MOST_DISTURBED: Final = 0.1
+"""Share of the machine that others may take during a step; above, the step is taken again, up to ``_AGAIN`` times."""
+_AGAIN: Final = 2
 _FULL_TURNS: Final = 2
 """Steps that each of the two runs on full-length sequences takes per round: their difference is a hundredth."""
 
@@ -91,6 +95,10 @@ class Taken:
     moving_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+    """Share of this machine's cores that other processes took."""
+    again: int = 0
+    """Steps that were left out, since others took more than they may."""
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -322,7 +330,7 @@ def _measure(
                 each,
                 corpus=folder / ("full" if each.full else "lengths"),
                 cache=folder / "cache",
-                steps=(rounds + 2) * _FULL_TURNS,
+                steps=(rounds + 2) * _FULL_TURNS * (1 + _AGAIN),
             )
             if each.config is not None:
                 path = folder / f"{each.name}.yaml"
@@ -366,19 +374,27 @@ def _train(channel: Any, script: Path, words: tuple[str, ...], unpacked: bool, e
 
 
 def _turn(job: Ranks, taken: Taken, jobs: Jobs, *, counts: bool) -> None:
-    began = time.perf_counter()
-    job.send("step")
-    steps = job.receive(limit_s=_STEP_LIMIT_S)
-    wall = time.perf_counter() - began
-    job.receive(limit_s=_STEP_LIMIT_S)  # its ranks wait for their next turn
-    both = jobs.gather((wall, steps))
-    steps = [step for _, own in both for step in own]
-    taken.losses.append(next((step.loss for step in steps if step.loss is not None), float("nan")))
-    taken.grad_norms.append(max(step.grad_norm for step in steps))
+    """Have a job take a step; once more where other processes disturbed it and it counts."""
+    for attempt in range(1 + _AGAIN):
+        began, busy = time.perf_counter(), _busy_seconds()
+        job.send("step")
+        steps = job.receive(limit_s=_STEP_LIMIT_S)
+        wall, busy = time.perf_counter() - began, _busy_seconds() - busy
+        job.receive(limit_s=_STEP_LIMIT_S)  # its ranks wait for their next turn
+        others = max(0.0, busy - sum(step.cpu_s for step in steps)) / (wall * (os.cpu_count() or 1))
+        all_of_them = jobs.gather((wall, others, steps))
+        wall, others = (max(each[i] for each in all_of_them) for i in (0, 1))
+        steps = [step for _, _, own in all_of_them for step in own]
+        taken.losses.append(next((step.loss for step in steps if step.loss is not None), float("nan")))
+        taken.grad_norms.append(max(step.grad_norm for step in steps))
+        if not counts or others <= _MOST_DISTURBED or attempt == _AGAIN:
+            break
+        taken.again += 1
     if counts:
-        taken.wall_s.append(max(seconds for seconds, _ in both))
+        taken.wall_s.append(wall)
         taken.cpu_s.append(sum(step.cpu_s for step in steps))
         taken.moving_s.append(max(step.moving_s for step in steps))
+        taken.others.append(others)
     totals: dict[str, dict[str, float]] = {}
     for step in steps:
         for (kind, ranks), (count, num_bytes) in step.traffic.items():
@@ -387,6 +403,16 @@ def _turn(job: Ranks, taken: Taken, jobs: Jobs, *, counts: bool) -> None:
             entry["count"] += count / share
             entry["bytes"] += num_bytes / share
     taken.traffic = {key: totals[key] for key in sorted(totals)}
+
+
+def _busy_seconds() -> float:
+    """CPU seconds that this machine has worked so far, for anybody; 0 where the system does not say."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0].split()
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, interrupts, soft, stolen = (int(number) for number in first[1:9])
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
 
 
 # -------------------------------------------------------------------------------------------------------------- results
@@ -427,6 +453,8 @@ def summary(case: Case, chosen: Sequence[Contender], taken: dict[str, Taken]) ->
                 "cpu_s": cpu[name],
                 "steps_s": each.wall_s,
                 "spread": each.spread,
+                "others": each.others,
+                "taken_again": each.again,
                 "losses": each.losses,
                 "grad_norms": each.grad_norms,
             }
@@ -474,7 +502,9 @@ def _different(chosen: Sequence[Contender], taken: dict[str, Taken]) -> list[str
         names = [each.name for each in chosen if each.full == full]
         for what, tolerance in (("losses", _LOSS_TOLERANCE), ("grad_norms", _NORM_TOLERANCE)):
             for name in names[1:]:
-                one, other = np.array(getattr(taken[names[0]], what)), np.array(getattr(taken[name], what))
+                # Steps that were disturbed were taken again, so that some have taken more than others.
+                values = getattr(taken[names[0]], what), getattr(taken[name], what)
+                one, other = (np.array(each[: min(map(len, values))]) for each in values)
                 # Written so that a value that is no number counts as a difference.
                 off = ~(np.abs(one - other) <= tolerance * np.abs(one))
                 if off.any():
@@ -489,13 +519,13 @@ def _different(chosen: Sequence[Contender], taken: dict[str, Taken]) -> list[str
 def _print(case: Case, chosen: Sequence[Contender], taken: dict[str, Taken], result: dict[str, Any]) -> None:
     console = tables.console()
     shown = tables.table(
-        "training", "strategy", "wall s", "CPU s", "spread", "loss", "grad norm", left=("training", "strategy")
+        "training", "strategy", "wall s", "CPU s", "spread", "again", "loss", "grad norm", left=("training", "strategy")
     )
     for each in chosen:
         of = taken[each.name]
         strategy = f"{each.home}{' sp' if each.sequence_parallel else ''}{' (no limit)' if each.beyond_limit else ''}"
         wall, cpu = statistics.median(of.wall_s), statistics.median(of.cpu_s)
-        last = f"{of.losses[-1]:.6f}", f"{of.grad_norms[-1]:.5f}"
+        last = of.again, f"{of.losses[0]:.6f}", f"{of.grad_norms[0]:.5f}"
         tables.row(shown, each.name, strategy, f"{wall:.3f}", f"{cpu:.2f}", f"{of.spread:.0%}", *last)
     tables.print_table(
         console,

@@ -109,9 +109,10 @@ def write_corpus(prefix: Path, lengths: Sequence[int], *, vocabulary: int, seed:
     numbers = np.random.default_rng(seed)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for length in lengths:
-        # Steps of a walk: the next token is near, so that there is something to learn. The last id ends documents.
+        # Steps of a walk: the next token is near, so that there is something to learn. The last two ids do not occur: one
+        # of them ends documents.
         walk = numbers.integers(vocabulary) + np.cumsum(numbers.integers(-6, 7, length + 1))
-        builder.add_document(torch.from_numpy((walk % (vocabulary - 1)).astype(np.uint16)), [length + 1])
+        builder.add_document(torch.from_numpy((walk % (vocabulary - 2)).astype(np.uint16)), [length + 1])
     builder.finalize(f"{prefix}.idx")
 
 
