@@ -475,17 +475,24 @@ MIXES = (
 
 
 PROMPTS_COUNT = "prompts count"
+PLANTED, PLANTED_AND_MULTIPLIED = "NaN planted", "NaN planted and multiplied by the mask"
+"""Every loss of a position that does not count (prompts, padding, filler) is NaN, as a kernel may leave it."""
 
 
 @pytest.fixture(scope="module")
 def results() -> list[dict[str, Any]]:
-    """Of every mix, and of a step that does not leave prompts out."""
-    jobs = [*((mix, "") for mix in MIXES), (MIXES[0], PROMPTS_COUNT)]
+    """Of every mix, of one with NaN planted at masked positions; then of broken steps."""
+    jobs = [
+        *((mix, "") for mix in MIXES),
+        (MIXES[0], PLANTED),
+        (MIXES[0], PLANTED_AND_MULTIPLIED),
+        (MIXES[0], PROMPTS_COUNT),
+    ]
     return list(run_ranks(_gradient_errors, 4, jobs, timeout=280, prepare=import_megatron)[0])
 
 
 def test_gradients_equal_the_reference_wherever_prompts_gather(results: list[dict[str, Any]]) -> None:
-    for result in results[:-1]:
+    for result in results[:-2]:
         worst = max(result["errors"], key=lambda key: result["errors"][key])
         print(f"{result['mix']}: {result['errors'][worst]:.1e} ({worst})")
         assert result["errors"][worst] <= 1e-9
@@ -493,8 +500,13 @@ def test_gradients_equal_the_reference_wherever_prompts_gather(results: list[dic
 
 
 def test_the_steps_are_what_they_are_called(results: list[dict[str, Any]]) -> None:
-    seen = {each for result in results[:-1] for each in result["seen"]}
+    seen = {each for result in results[:-2] for each in result["seen"]}
     assert {"masked micro-batch", "masked replica", "masked group", "masked step", "idle replica", "no home"} <= seen
+
+
+def test_a_nan_that_is_multiplied_by_the_mask_is_seen(results: list[dict[str, Any]]) -> None:
+    """Negative control: without selecting, what was planted at masked positions reaches the loss."""
+    assert results[-2]["errors"]["ordinary", "loss"] == math.inf
 
 
 def test_prompts_that_count_are_seen(results: list[dict[str, Any]]) -> None:
@@ -524,6 +536,10 @@ def _errors_of(mix: Mix, rank: int, world: int, fault: str) -> dict[str, Any]:
     get_batch.serve(forward_step, patches, adapter=None)
     if fault == PROMPTS_COUNT:
         patches.wrap(Conversations, "text", lambda text: lambda *at: Text(*text(*at)[:2], np.ones(at[1].length, bool)))
+    if fault == PLANTED_AND_MULTIPLIED:
+        from hotspa_megatron.hooks import forward_backward
+
+        patches.set(forward_backward, "_only_counted", lambda losses, iterator: losses)
     shape = megatron_arguments.shape_of(session.args)
     errors: dict[tuple[str, str], float] = {}
     seen: set[str] = set()
@@ -537,13 +553,14 @@ def _errors_of(mix: Mix, rank: int, world: int, fault: str) -> dict[str, Any]:
         step = loader.step(StepBatch(0, lines))
         for chunk in model:
             chunk.zero_grad_buffer()
-        _, record = runner.run(forward_step_func=forward_step, step=step, loader=loader)
+        planting = functools.partial(_planting, forward_step) if fault.startswith(PLANTED) else forward_step
+        _, record = runner.run(forward_step_func=planting, step=step, loader=loader)
         gathered = _gathered(runner)
         loss, targets, expected = of_sequences(
             values, shape, [(torch.from_numpy(t[:-1]), torch.from_numpy(y[1:])) for t, y in talk]
         )
         ((total, tokens),) = record.losses.values()
-        assert tokens == targets or fault
+        assert tokens == targets or fault == PROMPTS_COUNT
         _worsen_at(errors, name, "loss", abs(total - loss) / max(abs(loss), 1.0))
         for parameter, gradient in gathered.items():
             reference = expected[parameter] / max(targets, 1)
@@ -552,10 +569,18 @@ def _errors_of(mix: Mix, rank: int, world: int, fault: str) -> dict[str, Any]:
         seen |= _contents(step, [bool((y[1:] != IGNORED).any()) for _, y in talk], samples)
         for guest in runner._guests.values():
             assert guest.resident_bytes == 0
-    assert all(finite) and finite
+    assert finite and (all(finite) or fault == PLANTED_AND_MULTIPLIED)
     patches.undo_all()
     install.uninstall()
     return {"mix": str(mix), "errors": errors, "seen": sorted(seen)}
+
+
+def _planting(forward_step: Any, iterator: Any, model: Any) -> Any:
+    output, loss_func = forward_step(iterator, model)
+    (mask,) = loss_func.args
+    if output.shape == mask.shape:  # losses: of the last pipeline stage
+        output = output + torch.where(mask != 0, 0.0, math.nan)
+    return output, loss_func
 
 
 def _worsen_at(errors: dict[tuple[str, str], float], step: str, name: str, error: float) -> None:

@@ -66,6 +66,14 @@ def test_what_moves_cost_decides() -> None:
     assert_equal("nothing merged", cheap, dear, [cheap, dear])
 
 
+def test_copies_of_a_parameter_stay_the_same_bits_over_twenty_steps() -> None:
+    """Ranks that hold the same part of the model, and every rank's norms, which tensor parallelism does not cut."""
+    of = TP2_CP2.run(GUEST_AND_SIBLING).parameters
+    assert of[0] == of[2] and of[1] == of[3] and of[0] != of[1]
+    norms = [{name: bits for name, bits in rank.items() if "norm" in name} for rank in of]
+    assert norms[0] == norms[1] and len(set(norms[0].values())) > 4
+
+
 def _another_opinion() -> None:
     from hotspa_megatron.hooks import install
     from hotspa_megatron.planning.step_plan import StepCosts

@@ -33,6 +33,7 @@ from tests.training import (
     StepSeen,
     arguments,
     corpus,
+    log_steps,
     skewed_lengths,
     train,
 )
@@ -55,9 +56,8 @@ def samples(run: Run | Sequence[StepSeen]) -> list[tuple[int, tuple[tuple[int, i
 def _log_steps_and_die(log: Path, step: int | None, fraction: float) -> None:
     """Write rank 0's step log; in the given step end this process as kill -9 does, after a part of a step's time."""
     from hotspa_megatron.hooks.forward_backward import StepRunner
-    from hotspa_megatron.hooks.install import STEP_LOG_VARIABLE
 
-    os.environ[STEP_LOG_VARIABLE] = str(log)
+    log_steps(log)
     if step is None:
         return
     run, begins = StepRunner.run, [0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,35 @@ def test_an_error_in_a_step_is_raised_when_that_step_is_due(planner: Planner) ->
         assert [piece.length for piece in loader.step(StepBatch(first, 2)).sequences] == [4 + first, 5 + first]
     with pytest.raises(ValueError, match=r"sample 5 \(document \d of source 0\) has 101 input positions, more than"):
         loader.step(StepBatch(4, 2))
+
+
+@pytest.mark.parametrize("stop", [7, 8, 9, 16])
+def test_a_loader_made_anew_goes_on_where_the_other_stopped(stop: int) -> None:
+    """64 samples in steps of 8, twice through: stopped before, at and behind the end of an epoch, and at the very end."""
+    lengths = list(range(2, 66))
+
+    def documents_of(steps: range) -> list[list[int]]:
+        loader = loader_of(StepPlanner([HOME]), documents(lengths))
+        return [[piece.document for piece in loader.step(StepBatch(8 * step, 8)).sequences] for step in steps]
+
+    unbroken = documents_of(range(17))
+    assert documents_of(range(stop)) + documents_of(range(stop, 17)) == unbroken
+    epochs = [[document for step in unbroken[first : first + 8] for document in step] for first in (0, 8)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(64)) and epochs[0] != epochs[1]
+
+
+def test_a_mini_batch_is_the_same_however_many_ranks_share_it() -> None:
+    """Six samples over dp 1, 2, 3 and 6: each once, none more than once."""
+    found = []
+    for dp in (1, 2, 3, 6):
+        home = dataclasses.replace(HOME, strategy=Strategy(tp=1, cp=1, pp=1, dp=dp))
+        for first in (0, 6, 12):
+            step = loader_of(StepPlanner([home]), documents(range(2, 32))).step(StepBatch(first, 6))
+            (segment,) = step.plan.segments
+            indices = [index for batches in segment.micro_batches for batch in batches for index in batch]
+            assert sorted(indices) == list(range(6)) and len(segment.micro_batches) == dp
+            found.append((first, step.sequences))
+    assert len(set(found)) == len(dict(found)) == 3
 
 
 def test_an_overlong_document_ends_the_job_at_its_step_and_not_before() -> None:

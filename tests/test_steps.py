@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from hotspa_megatron.hooks.forward_backward import _Tally
 from tests.test_training import DP4, GUEST_AND_SIBLING, TP2_CP2
-from tests.training import Job, arguments, train
+from tests.training import TP2_PP2, TWO_GUESTS, Job, arguments, log_steps, train
 
 ONE_GUEST = "strategies: [{max_length: 128, tp: 2, pp: 2}]"
 # Fewer sequences than replicas, for every strategy in turn; a step without a target; one without home.
@@ -41,6 +45,37 @@ def test_dropout_is_the_same_after_a_resume(home: Any, config: str, tmp_path: Pa
     assert resumed.losses == unbroken.losses[2:]
     # Dropout is really on.
     assert train(Job((*line, "--seed", "7"), config)).losses != unbroken.losses
+
+
+def test_only_guests_with_work_are_switched_to_and_folded_once(tmp_path: Path) -> None:
+    """Whole groups without a sequence, also all of them: no switch, no fold, no segment."""
+    log = tmp_path / "steps.jsonl"
+    steps = (
+        (10, 60, 200, 11),
+        (10, 11, 12, 13),
+        (60, 61, 62, 1),
+        (250, 251, 252, 249),
+        (1, 1, 1, 1),
+        (10, 250, 251, 1),
+    )
+    TP2_PP2.run(TWO_GUESTS, steps=steps, before=functools.partial(log_steps, log))
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    used = [[segment["kind"] for segment in entry["segments"]] for entry in entries]
+    assert used == [["guest", "guest", "home"], ["guest"], ["guest"], ["home"], [], ["guest", "home"]]
+    for entry, kinds in zip(entries, used, strict=True):
+        assert len(entry["switches"]) == len(entry["folds"]) == kinds.count("guest")
+    # Targets alone are counted: neither padding nor filler.
+    assert [entry["tokens"] for entry in entries] == [sum(length - 1 for length in step) for step in steps]
+
+
+def test_a_steps_loss_is_a_mean_of_tokens_and_not_of_micro_batches() -> None:
+    """A micro-batch with 1 target and a loss sum of 2, one with 9 and 90: 9.2, where a mean of means would say 6."""
+    tally = _Tally()
+    for total, targets in ((2.0, 1), (90.0, 9)):
+        tally.count_tokens(None, targets)
+        tally.add([{"lm loss": torch.tensor([total, float(targets)])}], True)
+    ((total, tokens),) = tally.sums.values()
+    assert total / tokens == 9.2 and tally.tokens == 10
 
 
 def test_a_forward_step_that_does_not_say_where_sequences_begin_is_refused() -> None:

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,6 +255,8 @@ def train_on_this_rank(rank: int, world_size: int, job: Job, argv: list[str]) ->
     """Body of one rank: ``argv`` is the script's command line."""
     from hotspa_megatron.hooks import install
 
+    # A number that overflows or turns into NaN in numpy, in any thread: data and plans are whole numbers of 64 bits.
+    warnings.filterwarnings("error", ".*encountered in", RuntimeWarning)
     if job.hooks:
         install.install()
     if job.before is not None:
@@ -269,6 +272,13 @@ def train_on_this_rank(rank: int, world_size: int, job: Job, argv: list[str]) ->
     sys.stdout.flush()
     run.output = Path("/proc/self/fd/1").read_text(errors="replace")
     return run
+
+
+def log_steps(log: Path) -> None:
+    """Have rank 0 write the step log of this job to a file; for ``Job.before``."""
+    from hotspa_megatron.hooks.install import STEP_LOG_VARIABLE
+
+    os.environ[STEP_LOG_VARIABLE] = str(log)
 
 
 def _record(run: Run, patches: Patches) -> None:

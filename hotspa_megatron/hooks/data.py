@@ -115,6 +115,8 @@ class SegmentIterator:
         self.total_tokens = max(totals, default=0)
         self._totals = [self.total_tokens] * len(totals) if segment.strategy.pp > 1 else totals
         self._next = 0
+        self.latest_mask: torch.Tensor | None = None
+        """Loss mask of the micro-batch that was served last."""
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -138,7 +140,9 @@ class SegmentIterator:
             raise StopIteration
         batch, total = self._batches[self._next], self._totals[self._next]
         self._next += 1
-        return self._build(batch, total)
+        built = self._build(batch, total)
+        self.latest_mask = built.loss_mask
+        return built
 
     def _build(self, batch: tuple[int, ...], total: int) -> MicroBatch:
         tokens, labels = np.zeros(total, np.int64), np.zeros(total, np.int64)

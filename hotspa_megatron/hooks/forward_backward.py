@@ -587,14 +587,17 @@ def _config(model: Sequence[Any]) -> Any:
 
 
 def _checked(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a loss function without a token count: its sum over micro-batches of any size would be meaningless."""
+    """Refuse a loss function without a token count: its sum over micro-batches of any size would be meaningless.
+
+    And have it see zeros where the mask is: it multiplies by the mask, and a NaN that a kernel left there would stay one.
+    """
 
     @functools.wraps(forward_step_func)
     def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         output, loss_func = forward_step_func(data_iterator, model, *args, **kwargs)
 
-        def counted(*loss_args: Any, **loss_kwargs: Any) -> Any:
-            result = loss_func(*loss_args, **loss_kwargs)
+        def counted(losses: Any, *loss_args: Any, **loss_kwargs: Any) -> Any:
+            result = loss_func(_only_counted(losses, data_iterator), *loss_args, **loss_kwargs)
             if len(result) != 3:
                 raise ValueError(
                     f"the loss function returns {len(result)} values; return (loss sum, number of tokens, report), as "
@@ -605,6 +608,14 @@ def _checked(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
         return output, counted
 
     return forward_step
+
+
+def _only_counted(losses: Any, iterator: SegmentIterator) -> Any:
+    """Losses of tokens, exactly 0 where they do not count; what is not one number per token stays as it is."""
+    mask = iterator.latest_mask
+    if not torch.is_tensor(losses) or mask is None or losses.shape != mask.shape:
+        return losses
+    return torch.where(mask != 0, losses, 0.0)
 
 
 def _single_dtype(what: str, dtypes: Iterator[torch.dtype]) -> torch.dtype:
