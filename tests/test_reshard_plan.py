@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.param_layout import (
     Box,
+    ExpertAxes,
     Layer,
     Layout,
     LogicalParameter,
@@ -312,6 +314,28 @@ def test_a_fold_keeps_every_sum(data: st.DataObject) -> None:
     plan = plan_reshard([guest], home, itemsize=4, topology=cluster, two_phase=False)
     folded = carried_out(plan, [everywhere(sums, guest)], home, 1.0, accumulate=True)
     assert equal(folded, everywhere([tensor + 1.0 for tensor in sums], home))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), layouts(SHAPE), layouts(SHAPE))
+def test_a_fold_in_double_precision_neither_gains_nor_loses(data: st.DataObject, guest: Layout, home: Layout) -> None:
+    # No whole numbers: what is lost to a lesser precision on the way, or added to twice, changes the total.
+    sums = [tensor.sin() * 3 for tensor in full_tensors(guest, dtype=torch.float64)]
+    owned = optimizer_shards(home)
+    plan = plan_reshard([guest], owned, itemsize=8, topology=data.draw(clusters(guest, home)), two_phase=False)
+    folded = [filled(home, rank, 0.0, torch.float64) for rank in range(home.world_size)]
+    move(plan, [everywhere(sums, guest)], folded, accumulate=True, dtype=torch.float64)
+    totals = [torch.zeros_like(tensor) for tensor in sums]
+    for rank, held in enumerate(folded):
+        for index, box, start in owned.pieces(rank):
+            part = held[index][_slices(start, box.shape)]
+            known = totals[index][_slices(box.lo, box.shape)]
+            # Copies of a norm on several ranks are one sum; they must not differ.
+            assert ((known == 0) | (known == part)).all()
+            totals[index][_slices(box.lo, box.shape)] = part
+            held[index][_slices(start, box.shape)] = 0
+        assert not any(tensor.any() for tensor in held.values()), "nothing is added where nothing is owned"
+    assert all(torch.equal(*pair) for pair in zip(totals, sums, strict=True))
 
 
 def test_a_plan_that_relays_is_not_used_to_add() -> None:
@@ -623,6 +647,33 @@ def test_cases_of_megatrons_own_planner(
     plan = plan_reshard([source], destination, itemsize=4)
     check_two_phases(plan)
     assert [(volume.sender, volume.receiver) for volume in plan.messages] == messages
+
+
+@pytest.mark.parametrize(
+    ("holders", "takers", "ep"),
+    [
+        # Its tests of load balance over replicas: side by side and apart, with experts, and with one replica.
+        (range(2), range(2, 6), 1),
+        (range(4), range(4), 1),
+        (range(4), range(4, 8), 1),
+        (range(1), range(1, 5), 1),
+        (range(8), range(8, 12), 2),
+        (range(4), range(2, 8), 2),
+    ],
+)
+def test_replicas_of_megatrons_balance_tests_share_the_sending(holders: range, takers: range, ep: int) -> None:
+    experts = ExpertAxes(experts=2, ep=ep)
+    parameters = [LogicalParameter(name=f"weight{i}", shape=(64, 8), place=Layer(0)) for i in range(6)]
+    parameters += [LogicalParameter(name=f"e{i}", shape=(64, 8), place=Layer(0), expert=i) for i in range(2)]
+    of = model_layout(parameters, Strategy(tp=1, cp=1, pp=1, dp=12), [[0]], tied=False, experts=experts)
+    source, destination = (RankPieces(of, {r: of.pieces(r) for r in ranks}) for ranks in (holders, takers))
+    plan = plan_reshard([source], destination, itemsize=4)
+    check_two_phases(plan)
+    # Who has a copy uses it, and nobody who sends has more to send than a fair share and a piece.
+    lacking = sorted(set(takers) - set(holders))
+    assert sorted({volume.receiver for volume in plan.messages}) == lacking
+    fair = plan.total_bytes / len(holders)
+    assert max((plan.bytes_sent(rank) for rank in holders), default=0) <= fair + 64 * 8 * 4
 
 
 def test_ranks_that_train_and_others_that_take_over() -> None:
