@@ -30,6 +30,10 @@ class Mix:
     home: tuple[int, int, int]
     strategies: tuple[tuple[int, int, int, int] | tuple[int, int, int, int, str], ...]
     flags: tuple[str, ...] = ()
+    switch: str = ""
+    """Keys and values of ``switch``, as the file has them in braces."""
+    budget: int | None = None
+    """Home's tokens per micro-batch; None leaves it out."""
 
     @property
     def entries(self) -> list[str]:
@@ -69,7 +73,8 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
     config.write_text(
         "strategies:" + (" []" if not mix.strategies else "")
         + "".join(f"\n  - {entry}" for entry in mix.entries)
-        + "\nmerge: never\n"
+        + "\nmerge: never\nswitch: {" + mix.switch + "}\n"
+        + ("" if mix.budget is None else f"home: {{tokens_per_microbatch: {mix.budget}}}\n")
     )  # fmt: skip
     sys.argv = ["pretrain", *arguments_of(mix), "--hotspa-config", str(config)]
     args = _start_megatron()

@@ -131,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--softmax-type", choices=["vanilla", "off-by-one", "learnable"], default="vanilla")
     parser.add_argument("--main-grads-dtype", choices=["fp32", "bf16"], default="fp32")
     parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--tokenizer-type")
     return parser
 
@@ -229,6 +230,7 @@ def _shape(flags: argparse.Namespace) -> ModelShape:
         parameter_bytes=2 if flags.bf16 or flags.fp16 else _FP32_BYTES,
         gradient_bytes=_gradient_bytes(flags),
         distributed_optimizer=flags.use_distributed_optimizer,
+        local_layers=flags.transformer_impl == "local",
     )
 
 

@@ -183,6 +183,9 @@ def shape_of(args: Any) -> ModelShape:
         parameter_bytes=2 if low_precision else 4,
         gradient_bytes=4 if not low_precision or args.accumulate_allreduce_grads_in_fp32 else 2,
         distributed_optimizer=bool(args.use_distributed_optimizer),
+        local_layers=args.transformer_impl == "local",
+        # As Megatron's get_fp8_align_size has it.
+        token_multiple=(32 if args.fp8_recipe == "mxfp8" else 16) if args.fp8 else 1,
     )
 
 

@@ -1,7 +1,8 @@
 """How many bytes a rank holds under an execution, and how many tokens of a micro-batch then still fit.
 
 Parameters, gradients and optimizer state are counted exactly, stage by stage, from ``param_layout``. Activations are
-counted from the tensors that the backward pass keeps, scaled to published measurements. Never allocates anything.
+counted from the tensors that the backward pass keeps: of fused layers scaled to published measurements, of Megatron's local
+ones as they are, which tests hold against measured peaks. Never allocates anything.
 """
 
 from __future__ import annotations
@@ -140,21 +141,25 @@ class MemoryModel:
         2 * (pp - s - 1) + (vpp - 1) * pp + 1 chunks.
         """
         strategy, shape = execution.strategy, self.shape
-        stages = self.stages(strategy)
+        stages, last = self.stages(strategy), stage == strategy.pp - 1
         if strategy.vpp == 1:
             live = float(strategy.pp - stage)
         else:
             live = (2 * (strategy.pp - stage - 1) + (strategy.vpp - 1) * strategy.pp + 1) / strategy.vpp
-        full = self._layer_bytes(strategy.tp)
+        full = self._local_layer_bytes(strategy) if shape.local_layers else self._layer_bytes(strategy.tp)
         parted = strategy.tp if shape.sequence_parallel else 1
         kept = shape.parameter_bytes * shape.hidden_size / parted
         layers, again = len(stages[stage]), execution.recompute
         per_token = live * layers * (full * (1 - again) + kept * again)
-        if again:
-            # The layer that is being recomputed is there in full.
-            per_token += full
-        if stage == strategy.pp - 1:
-            per_token += _LOGITS_BYTES * shape.padded_vocab_size / strategy.tp
+        # The layer that is being recomputed is there in full; where others are not recomputed, in the room that they left.
+        recomputed = full * max(0.0, 1 - (1 - again) * layers) if again else 0.0
+        if shape.local_layers:
+            passing = recomputed + self._local_passing_bytes(strategy)
+            per_token += max(passing, self._local_head_bytes(strategy)) if last else passing
+        else:
+            per_token += recomputed
+            if last:
+                per_token += _LOGITS_BYTES * shape.padded_vocab_size / strategy.tp
         return per_token / strategy.cp
 
     def held(self, execution: Execution, home: Strategy, tokens: int) -> Held:
@@ -168,7 +173,9 @@ class MemoryModel:
                     gradients=gradients,
                     optimizer=optimizer,
                     home_resident=resident,
-                    activations=round(self.activation_bytes(execution, stage) * tokens),
+                    activations=round(
+                        self.activation_bytes(execution, stage) * tokens + self._weight_gradient_bytes(execution, stage)
+                    ),
                     switching=0 if execution.strategy.same_layout(home) else _SWITCHING_BYTES,
                     limit=limit,
                 )
@@ -180,7 +187,7 @@ class MemoryModel:
         most = float(LARGEST_MICRO_BATCH)
         for stage, *fixed in self._fixed(execution.strategy, home):
             switching = 0 if execution.strategy.same_layout(home) else _SWITCHING_BYTES
-            left = self.hardware.usable_bytes - sum(fixed) - switching
+            left = self.hardware.usable_bytes - sum(fixed) - switching - self._weight_gradient_bytes(execution, stage)
             most = min(most, left / self.activation_bytes(execution, stage))
         unit = alignment_of(execution.strategy, sequence_parallel=self.shape.sequence_parallel).total
         return max(0, int(most) // unit * unit)
@@ -231,3 +238,48 @@ class MemoryModel:
         split = (2 * attention + 2 * keys + wide) / tp
         # A gathered input is there once per layer, on every rank: divided by tp it grows with tp, as measured.
         return _KEPT * size * (norms + split) + _GATHERED * hidden * size / 2
+
+    # ------------------------------------------------------------------------- layers of --transformer-impl local, as they are
+
+    def _local_layer_bytes(self, strategy: Strategy) -> float:
+        """Bytes that a layer of torch's own operators keeps per token of a rank, as saved-tensor hooks show them.
+
+        Of each norm what comes in, the normalised and (RMSNorm) the weighted one; the fused projection, whose values are
+        read in place; rotated queries and keys with the angles' cosines and sines; what attention gives, with a number per
+        head; of a gated MLP both halves, the activated one, the other plus its offset, and their product. With context
+        parallelism keys and values of all ranks, and attention's result in parts and as a whole.
+        """
+        shape, tp = self.shape, strategy.tp
+        queries = shape.num_attention_heads * shape.kv_channels / tp
+        keys = max(1.0, shape.num_query_groups / tp) * shape.kv_channels
+        norms = 2 * ((3 if shape.rms_norm else 2) * shape.hidden_size + 1) / (tp if shape.sequence_parallel else 1)
+        rotary, projection = shape.learned_positions is None, queries + 2 * keys
+        attention = queries + shape.num_attention_heads / tp + (queries + 4 * shape.kv_channels if rotary else 0.0)
+        if strategy.cp > 1:
+            # Keys and values were copied for their journey: of the projection only unrotated queries are read later.
+            attention += queries + 2 * keys * strategy.cp + (0.0 if rotary else projection)
+        else:
+            attention += projection + (keys if rotary else 0.0)
+        mlp = (5 if shape.gated_linear_unit else 2) * shape.ffn_hidden_size / tp
+        return shape.parameter_bytes * (norms + attention + mlp)
+
+    def _local_passing_bytes(self, strategy: Strategy) -> float:
+        """Bytes per token of a rank that come and go in a layer's backward pass at its fullest: within a gated MLP."""
+        wide = (2 if self.shape.gated_linear_unit else 1) * self.shape.ffn_hidden_size / strategy.tp
+        return self.shape.parameter_bytes * (wide + self.shape.hidden_size)
+
+    def _local_head_bytes(self, strategy: Strategy) -> float:
+        """The same of the last norm, the output layer and the loss: logits in single precision, and the hidden state's."""
+        wide = self.shape.padded_vocab_size / strategy.tp
+        copies = 1 if self.shape.parameter_bytes == 4 else 2
+        return 4 * copies * wide + 4 * self.shape.parameter_bytes * self.shape.hidden_size
+
+    def _weight_gradient_bytes(self, execution: Execution, stage: int) -> float:
+        """Bytes of the largest gradient before it is added to the others: local layers do not add while they multiply."""
+        shape, strategy = self.shape, execution.strategy
+        if not shape.local_layers:
+            return 0.0
+        rows = (2 if shape.gated_linear_unit else 1) * shape.ffn_hidden_size
+        if stage == strategy.pp - 1:
+            rows = max(rows, shape.padded_vocab_size)
+        return shape.parameter_bytes * shape.hidden_size * rows / strategy.tp

@@ -42,3 +42,7 @@ class ModelShape:
     distributed_optimizer: bool
     home_split_by_megatron: bool = False
     """Home's stages follow from other flags of Megatron's (a layout, or room for embedding and loss): not known here."""
+    local_layers: bool = False
+    """--transformer-impl local: layers of torch's own operators, which keep more for the backward pass than fused ones."""
+    token_multiple: int = 1
+    """What the tokens that a rank holds of a micro-batch are a multiple of, as products in fp8 ask for."""
