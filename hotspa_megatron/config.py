@@ -31,6 +31,7 @@ __all__ = [
     "Samples",
     "StrategyConfig",
     "SwitchConfig",
+    "Untested",
     "load_config",
     "resolve",
 ]
@@ -40,9 +41,12 @@ Samples: TypeAlias = Literal["documents", "megatron"]
 Merge: TypeAlias = Literal["auto", "never"]
 Prefetch: TypeAlias = Literal["auto", "always", "never"]
 TransportName: TypeAlias = Literal["auto", "nccl", "gloo"]
+Untested: TypeAlias = Literal["fp8", "megatron"]
+"""What is refused unless the file lets it run: fp8, and a Megatron that is newer than the tests'."""
 
 _TOP_KEYS: Final = (
     *("strategies", "home", "samples", "overlong", "mock_lengths", "merge", "switch", "check_plans", "get_batch"),
+    "allow_untested",
 )
 _STRATEGY_KEYS: Final = (
     "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
@@ -51,7 +55,7 @@ _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch",
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
-_TOP_REFUSED: Final = dict.fromkeys(("verify_every", "watchdog_s", "start_sample", "trace", "allow_untested"), _NOT_YET)
+_TOP_REFUSED: Final = dict.fromkeys(("verify_every", "watchdog_s", "start_sample", "trace"), _NOT_YET)
 _STRATEGY_REFUSED: Final = {
     "ep": _NOT_YET,
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
@@ -136,6 +140,8 @@ class HotSPaConfig:
     switch: SwitchConfig = SwitchConfig()
     check_plans: bool = True
     get_batch: str | None = None
+    allow_untested: tuple[Untested, ...] = ()
+    """What may run although the authors never ran it."""
     home_line: int = field(default=1, compare=False)
     overlong_line: int | None = field(default=None, compare=False)
     """None where the file leaves ``overlong`` out."""
@@ -179,6 +185,7 @@ class HotSPaConfig:
             "switch": [getattr(self.switch, key) for key in _SWITCH_KEYS],
             "check_plans": self.check_plans,
             "get_batch": self.get_batch,
+            "allow_untested": self.allow_untested,
         }
         return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
@@ -245,6 +252,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         switch=_switch(top["switch"]) if "switch" in top else SwitchConfig(),
         check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
+        allow_untested=_untested(top["allow_untested"]) if "allow_untested" in top else (),
         home_line=document.line if budget is None else budget.line,
         overlong_line=top["overlong"].line if "overlong" in top else None,
     )
@@ -366,6 +374,11 @@ def _get_batch(value: Value) -> str | None:
     return text
 
 
+def _untested(value: Value) -> tuple[Untested, ...]:
+    names: Sequence[Untested] = get_args(Untested)
+    return tuple(sorted({item.choice(names) for item in value.sequence()}))
+
+
 def _resolve_entry(
     config: HotSPaConfig, key: str, entry: StrategyConfig, shape: ModelShape, home: Strategy, every_tp: Sequence[int]
 ) -> ResolvedStrategy:
@@ -407,7 +420,7 @@ def _resolve_entry(
         raise error(
             "max_length", f"{entry.max_length} is longer than --seq-length {shape.seq_length}; write at most that"
         )
-    alignment = alignment_of(strategy, sequence_parallel=shape.sequence_parallel)
+    alignment = alignment_of(strategy, sequence_parallel=shape.sequence_parallel, token_multiple=shape.token_multiple)
     least = alignment.alone(entry.max_length)
     budget = least if entry.tokens_per_microbatch is None else entry.tokens_per_microbatch
     if budget < least:
@@ -439,7 +452,7 @@ def _resolve_home(config: HotSPaConfig, shape: ModelShape, home: Strategy, every
         layers = _layers(shape, home, home)
     except ValueError as problem:
         raise ConfigError(f"command line: --pipeline-model-parallel-size: {problem}") from None
-    alignment = alignment_of(home, sequence_parallel=shape.sequence_parallel)
+    alignment = alignment_of(home, sequence_parallel=shape.sequence_parallel, token_multiple=shape.token_multiple)
     least = alignment.alone(shape.seq_length)
     budget = least if config.home_tokens_per_microbatch is None else config.home_tokens_per_microbatch
     if budget < least:

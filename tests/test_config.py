@@ -76,6 +76,7 @@ overlong: drop
 merge: never
 check_plans: false
 get_batch: my_package.batches:get_batch
+allow_untested: [megatron, fp8, fp8]
 """
 
 
@@ -92,6 +93,7 @@ def test_reads_every_key(tmp_path: Path) -> None:
         merge="never",
         check_plans=False,
         get_batch="my_package.batches:get_batch",
+        allow_untested=("fp8", "megatron"),
     )
     assert [entry.line for entry in config.strategies] == [4, 7]
     assert config.strategies[0].line_of("tp") == 5
@@ -271,10 +273,16 @@ NOT_YET = (
     "watchdog_s: 60",
     "start_sample: null",
     "trace: null",
-    "allow_untested: []",
 )
 for _line in NOT_YET:
     BAD[_line] = (f"strategies: []\n{_line}\n", 2, _line.split(":")[0], "is not available in this version; remove it")
+BAD["untested"] = (
+    "strategies: []\nallow_untested: [fp16]\n",
+    2,
+    "allow_untested[0]",
+    "'fp16' is not known; write fp8 or megatron",
+)
+BAD["untested alone"] = ("strategies: []\nallow_untested: fp8\n", 2, "allow_untested", "where a list is due")
 BAD["ep"] = (one_entry("ep: 1"), 3, "strategies[0].ep", "is not available in this version")
 BAD["recompute"] = (one_entry("recompute: some"), 3, "strategies[0].recompute", "none or selective or full")
 BAD["recompute layers"] = (
@@ -366,6 +374,7 @@ def test_digest_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
             "merge": "auto",
             "check_plans": True,
             "get_batch": None,
+            "allow_untested": ("fp8",),
         }
         if field.name in changed:
             digests.add(dataclasses.replace(config, **{field.name: changed[field.name]}).digest())
@@ -373,7 +382,7 @@ def test_digest_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
         changes: dict[str, Any] = {name: 77 if name != "recompute" else Recompute(granularity="full", layers=1)}
         entry = dataclasses.replace(config.strategies[0], **changes)
         digests.add(dataclasses.replace(config, strategies=(entry, *config.strategies[1:])).digest())
-    assert len(digests) == 14
+    assert len(digests) == 15
 
 
 def resolved(tmp_path: Path, text: str, *, home: Strategy = HOME, **changes: Any) -> ResolvedConfig:

@@ -263,6 +263,19 @@ def test_alignment(strategy: str, sequence_parallel: bool, expected: Alignment) 
 
 
 @settings(deadline=None)
+@given(any_strategy, st.booleans(), st.integers(1, 300), st.sampled_from([1, 16, 32]))
+def test_what_a_rank_holds_is_of_the_multiple_that_products_ask_for(
+    strategy: Strategy, sequence_parallel: bool, length: int, multiple: int
+) -> None:
+    aligned = alignment_of(strategy, sequence_parallel=sequence_parallel, token_multiple=multiple)
+    ranks = strategy.cp * (strategy.tp if sequence_parallel else 1)
+    assert (
+        aligned.alone(length) % (ranks * multiple) == 0
+        and aligned.sequence == alignment_of(strategy, sequence_parallel=sequence_parallel).sequence
+    )
+
+
+@settings(deadline=None)
 @given(any_strategy, st.booleans(), st.lists(st.integers(1, 300), min_size=1, max_size=8))
 def test_aligned_micro_batches_split_evenly(strategy: Strategy, sequence_parallel: bool, lengths: list[int]) -> None:
     alignment = alignment_of(strategy, sequence_parallel=sequence_parallel)

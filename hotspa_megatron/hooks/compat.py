@@ -10,6 +10,7 @@ import importlib
 import inspect
 from typing import Any
 
+from hotspa_megatron.hooks.flags import FLAG, NEWEST
 from hotspa_megatron.strategy import Strategy
 
 OLDEST = (0, 17)
@@ -50,10 +51,23 @@ def version() -> str:
     return str(__version__)
 
 
+def release() -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(part) for part in version().split(".")[:2])
+
+
+def check_tested() -> None:
+    """Raise ValueError for a Megatron that is newer than what the tests run."""
+    if release() > NEWEST:
+        raise ValueError(
+            f"megatron-core {version()} is newer than {NEWEST[0]}.{NEWEST[1]}, the newest that was tested; install that, or "
+            f"write allow_untested: [megatron] to try it ({FLAG} is set)"
+        )
+
+
 def check_version() -> None:
     """Raise ValueError for a Megatron that is older than supported or whose hooked functions have other parameters."""
-    numbers = tuple(int(part) for part in version().split(".")[:2])
-    if numbers < OLDEST:
+    if release() < OLDEST:
         raise ValueError(
             f"megatron-core {version()} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest supported; upgrade it"
         )

@@ -11,13 +11,13 @@ import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, load_config, resolve
+from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, Untested, load_config, resolve
 from hotspa_megatron.hooks import arguments, auto, compat, cpu, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.costs import decide_costs
@@ -193,11 +193,11 @@ def _check_flags_first(original: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(args, "hotspa_config", None):
             return original(args, *rest, **options)
         try:
-            arguments.check_flags(args)
             if args.hotspa_config == auto.AUTO:
+                _check_untested(args, ())
                 auto.check(args)
             else:
-                load_config(args.hotspa_config)
+                _check_untested(args, load_config(args.hotspa_config).allow_untested)
         except ValueError as error:
             _refuse(error)
         # Sums over strategies of any size only add up when each is a sum: one division per step, by its valid tokens.
@@ -256,6 +256,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         session.topology = _topology()
         _session = session
         _say(f"megatron-core {compat.version()}, {'on CPU and gloo' if cpu.installed() else _NOT_RUN}")
+        if session.resolved.config.allow_untested:
+            _say(f"allowed, although untested: {', '.join(session.resolved.config.allow_untested)}")
         _say_groups(session)
         for each in (*session.resolved.strategies, session.resolved.home):
             _say(
@@ -269,9 +271,9 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
 
 def _resolved(args: Any) -> ResolvedConfig:
     """The configuration file checked against the whole command line; ValueError where they do not go together."""
-    # The flags again, now that defaults and the tokenizer are known.
-    arguments.check_flags(args)
     config = load_config(args.hotspa_config)
+    # The flags again, now that defaults and the tokenizer are known.
+    _check_untested(args, config.allow_untested)
     if _forward_step is not None:
         get_batch.check(_forward_step, adapter=config.get_batch)
     if args.sft:
@@ -285,6 +287,13 @@ def _resolved(args: Any) -> ResolvedConfig:
     check_data_files(args)
     _check_transport(config, args)
     return resolved
+
+
+def _check_untested(args: Any, allowed: Collection[Untested]) -> None:
+    """ValueError for a flag or a Megatron that is not run, unless the file says so."""
+    if "megatron" not in allowed:
+        compat.check_tested()
+    arguments.check_flags(args, allowed)
 
 
 def _check_transport(config: HotSPaConfig, args: Any) -> None:

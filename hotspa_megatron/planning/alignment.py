@@ -42,8 +42,11 @@ class Alignment:
         return self.pad_total(self.pad_sequence(tokens))
 
 
-def alignment_of(strategy: Strategy, *, sequence_parallel: bool) -> Alignment:
-    """The alignment of ``strategy``; sequence parallelism has no effect at tp 1, as in Megatron."""
+def alignment_of(strategy: Strategy, *, sequence_parallel: bool, token_multiple: int = 1) -> Alignment:
+    """The alignment of ``strategy``; sequence parallelism has no effect at tp 1, as in Megatron.
+
+    ``token_multiple``: what the tokens that a rank holds have to be a multiple of.
+    """
     sequence = 2 * strategy.cp if strategy.cp > 1 else 1
     ranks = strategy.cp * strategy.tp if sequence_parallel else strategy.cp
-    return Alignment(sequence=sequence, total=math.lcm(sequence, ranks))
+    return Alignment(sequence=sequence, total=math.lcm(sequence, ranks * token_multiple))

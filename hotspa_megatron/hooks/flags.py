@@ -1,0 +1,288 @@
+"""Megatron's flags that matter beside ours: which work, which only GPUs can show, which are refused, and in what words.
+
+One table: a job's start asks it, ``hotspa plan`` names what a script's flags conflict with from it, docs/flags.md is made
+of it, and a test walks it. Flags that it does not list are Megatron's own affair: they reach home as they are. Imports
+neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Final, TypeAlias
+
+from hotspa_megatron.config import Untested
+
+FLAG: Final = "--hotspa-config"
+NEWEST: Final = (0, 19)
+"""The newest release of megatron-core that the tests run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Works:
+    """Flags that a test here trains with, under several strategies.
+
+    ``test``: file and name, under tests/. ``since``: the release that brought the flags.
+    """
+
+    flags: str
+    test: str
+    note: str = ""
+    since: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnGpus:
+    """Flags that only GPUs can run: written to their documentation, not run by the authors."""
+
+    flags: str
+    note: str = ""
+    since: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """A flag that the step under several strategies cannot honour.
+
+    ``asked`` looks at Megatron's argument namespace, ``example`` is what a command line says to be refused, ``reason``
+    says why and what to do. ``unless``: the name under ``allow_untested`` that lets it pass.
+    """
+
+    flag: str
+    asked: Callable[[Any], Any]
+    reason: str
+    example: str = ""
+    dest: str = ""
+    since: str = ""
+    unless: Untested | None = None
+
+    @property
+    def line(self) -> str:
+        """What a job ends with."""
+        way_out = f"; allow_untested: [{self.unless}] lets it run" if self.unless else ""
+        return f"{self.flag}: {self.reason}{way_out} ({FLAG} is set)"
+
+
+Row: TypeAlias = Works | OnGpus | Refusal
+
+
+def _refused(flag: str, reason: str, *, value: str = "", dest: str = "", **more: Any) -> Refusal:
+    """A flag that is refused wherever it is given."""
+    dest = dest or flag[2:].replace("-", "_")
+    return Refusal(flag=flag, asked=lambda args: getattr(args, dest, None), reason=reason, example=f"{flag} {value}".strip(),
+                   dest=dest, **more)  # fmt: skip
+
+
+def _refused_above(least: int, flag: str, reason: str, *, dest: str = "", **more: Any) -> Refusal:
+    """A size that is refused where it is above ``least``."""
+    dest = dest or flag[2:].replace("-", "_")
+    return Refusal(flag=flag, asked=lambda args: (getattr(args, dest, None) or least) > least, reason=reason,
+                   example=f"{flag} {least + 1}", dest=dest, **more)  # fmt: skip
+
+
+def _shards_apart_from_tp(shards: str, tp: str) -> Callable[[Any], bool]:
+    def asked(args: Any) -> bool:
+        size = getattr(args, tp, None) or 1
+        return (getattr(args, shards, None) or size) != size
+
+    return asked
+
+
+_TRAINING = "test_training.py"
+_MIXED = f"{_TRAINING}::test_mixed_training_equals_the_static_one"
+_FLAGS = "test_flags.py"
+_EVERYDAY = f"{_FLAGS}::test_everyday_flags_train_as_the_static_run_does"
+_RESUME = "test_checkpoint.py::test_resuming_continues_the_unbroken_run_bit_for_bit"
+
+TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
+    ("Parallelism of home", (
+        Works(flags="--tensor-model-parallel-size --context-parallel-size --pipeline-model-parallel-size "
+                    "--sequence-parallel", test=_MIXED),
+        Works(flags="--num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage", test=_MIXED),
+        Works(flags="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
+              test=f"{_TRAINING}::test_other_models", note="home and its siblings keep the split; a guest's is even"),
+        Refusal(flag="--microbatch-group-size-per-virtual-pipeline-stage",
+                asked=lambda args: (getattr(args, "microbatch_group_size_per_vp_stage", None)
+                                    or args.pipeline_model_parallel_size) != args.pipeline_model_parallel_size,
+                reason="other than the pipeline size is not supported: replicas would need more micro-batches than they may "
+                       "have",
+                example="--microbatch-group-size-per-virtual-pipeline-stage 3",
+                dest="microbatch_group_size_per_vp_stage"),
+        Refusal(flag="--tensor-parallel-num-weight-shards",
+                asked=_shards_apart_from_tp("tensor_parallel_num_weight_shards", "tensor_model_parallel_size"),
+                reason="other than the tensor-parallel size is not supported",
+                example="--tensor-parallel-num-weight-shards 8", dest="tensor_parallel_num_weight_shards", since="0.19"),
+        OnGpus(flags="--cp-comm-type", note="p2p, a2a, all_gather: Transformer Engine's; one choice for all strategies"),
+        _refused("--hierarchical-context-parallel-sizes", "is not supported", value="2 2"),
+        _refused("--hybrid-context-parallel", "chooses strategies itself; use one of both"),
+        _refused("--dynamic-context-parallel", "chooses strategies itself; use one of both", since="main"),
+        _refused("--use-tp-pp-dp-mapping", "only Megatron's default rank order is supported"),
+        _refused("--use-megatron-fsdp", "shards parameters in a layout of its own"),
+        _refused("--use-torch-fsdp2", "shards parameters in a layout of its own"),
+        _refused("--lazy-mpu-init", "is not supported"),
+        _refused("--fake-process-group", "exchanges nothing between ranks"),
+        Works(flags="--distributed-timeout-minutes --disable-gloo-process-groups", test=_EVERYDAY),
+        OnGpus(flags="--nccl-communicator-config-path", note="given to every strategy's groups"),
+        OnGpus(flags="--high-priority-stream-groups", note="home's groups, and those that a strategy shares with them"),
+        _refused("--use-sharp", "the groups of guests would be made without it"),
+        _refused("--use-nccl-ub", "its buffers are home's alone", dest="nccl_ub"),
+    )),
+    ("Models", (
+        Works(flags="--group-query-attention --swiglu --normalization --position-embedding-type --qk-layernorm "
+                    "--add-qkv-bias --untie-embeddings-and-output-weights", test=f"{_TRAINING}::test_other_models",
+              note="positions: learned or rotary"),
+        Works(flags="--rotary-base --use-rope-scaling --rotary-percent", test=_EVERYDAY),
+        _refused("--multi-latent-attention", "is not supported yet"),
+        _refused_above(0, "--mtp-num-layers", "multi-token prediction keeps one strategy's groups"),
+        _refused("--heterogeneous-layers-config-path", "is not supported yet", value="layers.json"),
+        _refused("--spec", "a layer specification of your own is not supported", value="some.module layers"),
+        _refused("--attention-output-gate", "gated attention output is not supported"),
+        _refused("--experimental-attention-variant", "is not supported", value="gated_delta_net"),
+        _refused("--qk-clip", "looks at home's segment alone"),
+        _refused("--log-max-attention-logit", "looks at home's segment alone"),
+        _refused("--freeze-all-layers", "there is nothing to train", since="0.19"),
+    )),
+    ("Experts", (
+        _refused("--num-experts", "mixture-of-experts models are not supported yet", value="4"),
+        _refused("--overlap-moe-expert-parallel-comm", "drops the boundaries of packed sequences"),
+    )),
+    ("Precision", (
+        Works(flags="--bf16", test=f"{_TRAINING}::test_mixed_training_in_bf16_differs_by_no_more_than_static_layouts_do"),
+        Works(flags="--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --fp32-residual-connection",
+              test=f"{_FLAGS}::test_low_precision_differs_by_no_more_than_static_layouts_do",
+              note="gradients travel in main_grad's precision and are added in it"),
+        Works(flags="--fp16 --initial-loss-scale --loss-scale --min-loss-scale --loss-scale-window --hysteresis",
+              test=f"{_FLAGS}::test_low_precision_differs_by_no_more_than_static_layouts_do",
+              note="a guest's losses are scaled as home's; an overflow anywhere skips the step"),
+        _refused("--fp8-format", "never ran under several strategies", value="e4m3", dest="fp8", unless="fp8"),
+        _refused("--fp8-param-gather", "keeps parameters in fp8, which do not travel between strategies"),
+        _refused("--fp4-format", "scaling state belongs to one strategy's layout; not supported yet", value="e2m1", dest="fp4"),
+        _refused("--ddp-param-name-patterns-for-fp32-local-accumulation", "is not supported", value="norm"),
+    )),
+    ("Optimizer and data-parallel gradients", (
+        Works(flags="--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --ddp-bucket-size",
+              test=f"{_TRAINING}::test_overlap_changes_nothing"),
+        Works(flags="--clip-grad --weight-decay --lr-decay-style", test=_MIXED),
+        Works(flags="--decoupled-lr --decoupled-min-lr", test=_EVERYDAY,
+              note="the optimizer is home's: groups of parameters are Megatron's own"),
+        Refusal(flag="--optimizer", asked=lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
+                reason="other than adam and sgd never ran under several strategies", example="--optimizer muon",
+                dest="optimizer"),
+        Works(flags="--optimizer", test=f"{_FLAGS}::test_other_optimizers_and_counts_train_as_the_static_run_does",
+              note="adam and sgd"),
+        _refused("--use-precision-aware-optimizer", "is not supported yet"),
+        _refused("--optimizer-cpu-offload", "needs --use-precision-aware-optimizer, which is not supported yet"),
+        _refused("--optimizer-cuda-graph", "graphs have fixed shapes"),
+        _refused("--overlap-param-gather-with-optimizer-step", "is not supported; --overlap-param-gather is"),
+        _refused_above(1, "--num-distributed-optimizer-instances",
+                       "above 1 is not supported: a fold must find one owner of every gradient"),
+        _refused("--ddp-average-in-collective", "gradients are sums here, divided once"),
+        Works(flags="--check-for-large-grads --no-check-for-nan-in-loss-and-grad "
+                    "--check-weight-hash-across-dp-replicas-interval --log-num-zeros-in-grad", test=_EVERYDAY),
+    )),
+    ("Memory, kernels and graphs", (
+        Works(flags="--recompute-granularity --recompute-method --recompute-num-layers",
+              test="test_recompute.py::test_every_segment_recomputes_what_its_entry_says",
+              note="what home does; a strategy may say otherwise"),
+        Works(flags="--distribute-saved-activations",
+              test=f"{_FLAGS}::test_other_optimizers_and_counts_train_as_the_static_run_does"),
+        Works(flags="--transformer-impl", test=_MIXED, note="local; transformer_engine runs on GPUs only"),
+        OnGpus(flags="--attention-backend", note="flash, fused, auto: Transformer Engine's, with packed sequences"),
+        OnGpus(flags="--deterministic-mode --te-rng-tracker"),
+        Works(flags="--cross-entropy-loss-fusion --empty-unused-memory-level", test=_EVERYDAY),
+        Refusal(flag="--window-size", asked=lambda args: getattr(args, "window_size", None)
+                and getattr(args, "transformer_impl", None) == "local",
+                reason="is not supported by --transformer-impl local", example="--window-size 16,0", dest="window_size"),
+        _refused_above(0, "--cpu-offloading-num-layers", "is not supported"),
+        _refused("--fine-grained-activation-offloading", "keeps one strategy's order of micro-batches"),
+        Refusal(flag="--cuda-graph-impl", asked=lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none"),
+                reason="graphs have fixed shapes and groups", example="--cuda-graph-impl local", dest="cuda_graph_impl"),
+        _refused("--enable-cuda-graph", "graphs have fixed shapes and groups"),
+        _refused("--external-cuda-graph", "graphs have fixed shapes and groups"),
+        _refused("--tp-comm-overlap", "its buffers have one fixed shape"),
+        _refused("--defer-embedding-wgrad-compute", "is not supported"),
+        _refused("--delay-wgrad-compute", "is not supported"),
+        _refused("--init-model-with-meta-device", "is not supported"),
+    )),
+    ("Batches and data", (
+        _refused_above(1, "--micro-batch-size", "must be 1: tokens_per_microbatch takes its place"),
+        Works(flags="--step-batch-size-schedule", since="0.18",
+              test=f"{_TRAINING}::test_a_growing_batch_takes_the_same_samples_in_the_same_order"),
+        # Before 0.18 it works; since then there is a schedule in its place, and Megatron passes over it.
+        Refusal(flag="--rampup-batch-size",
+                asked=lambda args: getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"),
+                reason="is ignored by this Megatron; write the ramp as --step-batch-size-schedule",
+                example="--rampup-batch-size 4 4 64", dest="rampup_batch_size", since="0.18"),
+        _refused("--decrease-batch-size-if-needed", "is not supported"),
+        Works(flags="--train-samples --lr-decay-samples --lr-warmup-samples",
+              test=f"{_FLAGS}::test_other_optimizers_and_counts_train_as_the_static_run_does",
+              note="samples are documents, unless samples: megatron"),
+        Works(flags="--iterations-to-skip",
+              test=f"{_TRAINING}::test_skipped_iterations_leave_out_their_samples_and_no_others"),
+        _refused("--phase-transition-iterations", "is not supported", value="5"),
+        Works(flags="--data-path --split --seed", test=_MIXED),
+        Works(flags="--mock-data",
+              test="test_samples.py::test_mock_lengths_train_and_are_refused_where_they_have_no_effect"),
+        Works(flags="--sft", test="test_conversations.py::test_mixed_training_on_conversations_equals_the_static_one_and_"
+                                  "tokenises_once"),
+        Works(flags="--reset-position-ids --reset-attention-mask --eod-mask-loss",
+              test="test_samples.py::test_with_megatrons_samples_the_losses_are_those_of_stock_megatron",
+              note="samples: megatron needs them; documents always are trained so"),
+        Works(flags="--no-mmap-bin-files --num-workers", test=_EVERYDAY),
+        Refusal(flag="--dataloader-type", asked=lambda args: getattr(args, "dataloader_type", None) == "external",
+                reason="external: the samples' lengths cannot be known; use single or cyclic",
+                example="--dataloader-type external", dest="dataloader_type"),
+        _refused("--fim-data", "rewrites documents when it draws them, so lengths are unknown beforehand"),
+        _refused("--perform-rl-step", "is not supported"),
+        _refused("--logits-load-dir", "hands the model more than a batch", value="logits", since="0.19"),
+        _refused("--logits-save-dir", "sees home's segment alone", value="logits", since="0.19"),
+    )),
+    ("Checkpoints", (
+        Works(flags="--save --load --save-interval --ckpt-format", test=_RESUME, note="plain Megatron checkpoints of home"),
+        Works(flags="--async-save --async-strategy --ckpt-fully-parallel-load --no-ckpt-fully-parallel-save "
+                    "--ckpt-assume-constant-structure --use-checkpoint-args",
+              test=f"{_FLAGS}::test_checkpoints_written_beside_the_training_go_on_bit_for_bit"),
+        Works(flags="--dist-ckpt-optim-fully-reshardable", test="test_resume.py::test_a_run_goes_on_under_another_home",
+              note="for resuming under another home"),
+        _refused("--save-wgrads-interval", "saves gradients of home's segment alone", value="5"),
+        _refused("--save-dgrads-interval", "sees home's modules alone", value="5"),
+        _refused("--save-activations-interval", "sees home's modules alone", value="5", since="0.18"),
+    )),
+    ("The training loop and its logs", (
+        Works(flags="--rerun-mode", test=f"{_TRAINING}::test_a_step_that_megatron_runs_again_is_the_same_step",
+              note="validate_results; disabled and report_stats train, too"),
+        Works(flags="--eval-interval --eval-iters", test=f"{_TRAINING}::test_evaluation_under_the_flag_is_stock_megatrons",
+              note="in home, on Megatron's own samples"),
+        Works(flags="--timing-log-level",
+              test="test_steps.py::test_timers_that_wait_for_every_rank_do_not_wait_for_idle_replicas"),
+        Works(flags="--log-throughput --log-params-norm --log-progress --manual-gc --manual-gc-interval "
+                    "--exit-duration-in-mins --train-sync-interval", test=_EVERYDAY),
+        _refused("--inprocess-restart", "is not supported"),
+        _refused("--yaml-cfg", "is not supported; give the same settings as flags", value="run.yaml"),
+    )),
+)  # fmt: skip
+
+
+def refusals() -> Iterator[Refusal]:
+    """The refused rows, in the table's order."""
+    return (row for _, rows in TABLE for row in rows if isinstance(row, Refusal))
+
+
+def conflicts(arguments: Sequence[str]) -> list[Refusal]:
+    """What a command line asks for that a job would refuse, read off its words, without Megatron's parser."""
+    given: dict[str, str | bool | int] = {}
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for word, after in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            given[word] = True if after.startswith("--") else int(after) if after.isdecimal() else after
+    names = {
+        "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
+        "--tensor-model-parallel-size": "tensor_model_parallel_size",
+        "--transformer-impl": "transformer_impl",
+        **{row.flag: row.dest for row in refusals()},
+    }
+    # The newest releases have this one.
+    said = SimpleNamespace(pipeline_model_parallel_size=1, step_batch_size_schedule=None)
+    vars(said).update({names[flag]: value for flag, value in given.items() if flag in names})
+    return [row for row in refusals() if row.asked(said)]
