@@ -45,7 +45,7 @@ _NORM_TOLERANCE: Final = 1e-4
 """Relative differences that fp32 sums in another order may have."""
 _MOST_DISTURBED: Final = 0.1
 """Share of the machine that others may take during a step; above, the step is taken again, up to ``_AGAIN`` times."""
-_AGAIN: Final = 2
+_AGAIN: Final = 1
 _FULL_TURNS: Final = 2
 """Steps that each of the two runs on full-length sequences takes per round: their difference is a hundredth."""
 
