@@ -1,7 +1,7 @@
 """YAML read strictly: every value keeps its text and line, and nothing turns into a number or a truth by accident.
 
 PyYAML's own constructors read ``010`` as 8, ``1:30`` as 90 and ``on`` as true, and let a repeated key win silently.
-Here the composer alone runs; the schema asks each value for the type it needs. Used by ``config.py`` only.
+Here the composer alone runs; a schema asks each value for the type it needs. For every YAML file that this package reads.
 """
 
 from __future__ import annotations

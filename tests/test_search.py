@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotspa_megatron.planning import plan_strategies, search
-from hotspa_megatron.planning.execution import Execution, legal_executions
+from hotspa_megatron.planning.execution import VIRTUAL_STAGES, Execution, legal_executions
 from hotspa_megatron.planning.hardware import load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram
@@ -249,6 +249,7 @@ def seconds_of(world: int, sequences: int, name: str) -> float:
         hardware=A800,
         world_size=world,
         sequences_per_step=sequences,
+        vpp=VIRTUAL_STAGES,
     )
     return time.process_time() - started
 
