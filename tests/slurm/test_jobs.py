@@ -1,0 +1,175 @@
+"""scripts/slurm under a real Slurm: 8 ranks on 4 nodes train, leave for another job or their time limit, and go on.
+
+Needs root and Debian's packages of Slurm, which are installed where they are missing; skipped where that cannot be.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hotspa_megatron.config import load_config
+from tests.slurm import cluster
+from tests.slurm.cluster import Cluster
+from tests.spawn import REPOSITORY
+from tests.training import SCRIPT, SP, Job, arguments, corpus, flag, train
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+
+NODES, RANKS_PER_NODE, ITERATIONS = 4, 2, 40
+CONFIG = """
+strategies:
+  - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
+  - {max_length: 128, tp: 2, tokens_per_microbatch: 192}
+"""
+ON_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+TRAINING = "scripts/slurm/pretrain_gpt_hotspa.sbatch"
+
+
+def line() -> tuple[str, ...]:
+    """Megatron's arguments of every run. Without a sharded optimizer: stock Megatron does not restore that one on CPU."""
+    return arguments(SP, tp=2, cp=2, iterations=ITERATIONS)
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    cluster.install()
+    with cluster.started(nodes=NODES) as running:
+        yield running
+
+
+def _log_steps(log: Path) -> None:
+    """In a rank: have rank 0 write its step log there."""
+    from hotspa_megatron.hooks.install import STEP_LOG_VARIABLE
+
+    os.environ[STEP_LOG_VARIABLE] = str(log)
+
+
+def logged(log: Path) -> list[tuple[int, float]]:
+    """(iteration, loss) of every step that a step log holds."""
+    entries = [json.loads(text) for text in log.read_text().splitlines()] if log.exists() else []
+    return [(entry["iteration"], entry["loss"]) for entry in entries]
+
+
+@functools.cache
+def unbroken() -> list[tuple[int, float]]:
+    """The same training without Slurm and without a break."""
+    log = corpus().parent / "unbroken.json"
+    train(Job(line(), CONFIG, ranks=NODES * RANKS_PER_NODE, before=functools.partial(_log_steps, log)))
+    return logged(log)
+
+
+class Training:
+    """A submitted training and what it leaves behind."""
+
+    def __init__(self, slurm: Cluster, folder: Path, *options: str, **settings: str) -> None:
+        self._slurm, self.steps, self.output = slurm, folder / "steps.json", folder / "job.out"
+        environment = {
+            **ON_CPU, **settings, "PYTHON": sys.executable, "SCRIPT": str(SCRIPT), "PYTHONPATH": str(REPOSITORY),
+            "HOTSPA_STEP_LOG": str(self.steps), "CHECKPOINTS": str(folder / "saved"),
+        }  # fmt: skip
+        self.job = slurm.submit(
+            f"--chdir={REPOSITORY}", f"--nodes={NODES}", f"--ntasks-per-node={RANKS_PER_NODE}", "--time=30",
+            f"--output={self.output}", *options, str(REPOSITORY / TRAINING), *line(), *flag(CONFIG),
+            environment=environment,
+        )  # fmt: skip
+
+    def wait_for_steps(self, count: int) -> None:
+        deadline = time.monotonic() + 300
+        while len(logged(self.steps)) < count:
+            assert self._slurm.state(self.job) in ("PENDING", "RUNNING", "CONFIGURING"), self.output.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.output.read_text()[-3000:]
+            time.sleep(0.2)
+
+    def wait(self, *states: str) -> None:
+        self._slurm.wait(self.job, *states, limit_s=400, log=self.output)
+
+    @property
+    def said(self) -> list[str]:
+        """The job script's own lines, without the times."""
+        return re.findall(r"^slurm: \S+T\S+ (.*)$", self.output.read_text(), re.MULTILINE)
+
+    def went_on_as_unbroken(self) -> bool:
+        """Whether it was interrupted once, saved at its last step, and trained every step once, to the unbroken losses."""
+        trace, expected = logged(self.steps), unbroken()
+        assert [iteration for iteration, _ in expected] == list(range(1, ITERATIONS + 1))
+        assert len({loss for _, loss in expected}) == ITERATIONS
+        saved = [
+            int(text) for text in re.findall(r"the ranks ended with code 0; saved: (\d+)", self.output.read_text())
+        ]
+        assert len(saved) == 2 and 0 < saved[0] < saved[1] == ITERATIONS, self.said
+        assert f"saved: {saved[0]}" in self.said[-2] and self.said[-2].startswith("start 1 on node[1-4]"), self.said
+        return trace == expected
+
+
+def test_preempted_it_saves_and_goes_on_with_the_unbroken_runs_losses(slurm: Cluster, tmp_path: Path) -> None:
+    training = Training(slurm, tmp_path)
+    training.wait_for_steps(4)
+    urgent = slurm.submit(
+        "--partition=urgent", f"--nodes={NODES}", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"
+    )
+    slurm.wait(urgent, "COMPLETED", limit_s=200, log=training.output)
+    training.wait("COMPLETED")
+    assert slurm.field(training.job, "Restarts") == "1"
+    assert "got USR1: the ranks are to save and end" in training.said and "back to the queue" in training.said
+    assert training.went_on_as_unbroken()
+
+
+def test_at_its_time_limit_it_saves_and_goes_on_with_the_unbroken_runs_losses(slurm: Cluster, tmp_path: Path) -> None:
+    """By torchrun, with static node ranks."""
+    training = Training(slurm, tmp_path, LAUNCHER="torchrun")
+    training.wait_for_steps(4)
+    # The signal is due 5 minutes before the end: now.
+    slurm.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=6")
+    training.wait("PENDING")
+    slurm.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=30")
+    training.wait("COMPLETED")
+    assert slurm.field(training.job, "Restarts") == "1"
+    assert training.went_on_as_unbroken()
+
+
+def test_a_job_that_never_saves_does_not_go_round_for_ever(slurm: Cluster, tmp_path: Path) -> None:
+    script = tmp_path / "never_saves.py"
+    script.write_text(
+        "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nprint('waits', flush=True)\nsignal.pause()\n"
+    )
+    output = tmp_path / "job.out"
+    # hotspa_megatron.launch installs hooks and runs any script.
+    job = slurm.submit(
+        f"--chdir={REPOSITORY}", "--nodes=1", "--ntasks-per-node=1", "--time=30", f"--output={output}",
+        str(REPOSITORY / TRAINING),
+        environment={
+            **ON_CPU, "PYTHON": sys.executable, "SCRIPT": str(script), "PYTHONPATH": str(REPOSITORY),
+            "CHECKPOINTS": str(tmp_path / "saved"),
+        },
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while not output.exists() or "waits" not in output.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    slurm.run("scancel", "--batch", "--signal=USR1", str(job))
+    slurm.wait(job, "FAILED", limit_s=60, log=output)
+    assert "nothing was saved since this start, so it is not requeued" in output.read_text()
+    assert slurm.field(job, "Restarts") == "0"
+
+
+def test_nodes_are_measured_and_then_planned_for(slurm: Cluster, tmp_path: Path) -> None:
+    output, plan, profile = tmp_path / "job.out", tmp_path / "hotspa.yaml", tmp_path / "cluster.yaml"
+    job = slurm.submit(
+        f"--chdir={REPOSITORY}", "--nodes=2", "--ntasks-per-node=1", f"--output={output}",
+        str(REPOSITORY / "scripts/slurm/plan.sbatch"), "--corpus", str(corpus()), "--", *line(),
+        environment={
+            **ON_CPU, "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "PROFILE": str(profile), "PLAN": str(plan)
+        },
+    )  # fmt: skip
+    slurm.wait(job, "COMPLETED", limit_s=400, log=output)
+    assert "2 ranks, 1 per node, measured by hotspa profile" in profile.read_text()
+    assert load_config(plan) and "for 2 ranks of" in plan.read_text()

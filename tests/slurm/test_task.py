@@ -1,0 +1,135 @@
+"""scripts/slurm without Slurm: what a task does with an address and with signals, and what settings are refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.spawn import REPOSITORY
+
+FOLDER = REPOSITORY / "scripts" / "slurm"
+FILES = sorted(FOLDER.iterdir())
+# A rank that, as Megatron does, listens to the signal only after a while, and then ends in good order.
+RANK = """
+import os, pathlib, signal, sys, time
+folder, heard = pathlib.Path(sys.argv[1]), []
+name = os.environ["RANK"]
+(folder / f"started-{name}").touch()
+while not (folder / "listen").exists():
+    time.sleep(0.02)
+signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+(folder / f"listens-{name}").touch()
+while not heard:
+    time.sleep(0.02)
+(folder / f"saved-{name}").write_text(" ".join(os.environ[n] for n in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+"""
+
+
+@pytest.mark.parametrize("script", FILES, ids=lambda path: path.name)
+def test_script_is_sound(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    assert text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", script], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "-x", "-P", REPOSITORY, script], check=True)
+
+
+def task(*python: str, **variables: str) -> subprocess.Popen[str]:
+    """task.sh as the first of Slurm's tasks, in a session of its own."""
+    environment = {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "29517", "LAUNCHER": "srun", "RANKS_PER_NODE": "2",
+        "PYTHON": sys.executable, "EXIT_SIGNAL": "USR1", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
+        "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "OMP_NUM_THREADS": "1",
+        **variables,
+    }  # fmt: skip
+    return subprocess.Popen(
+        ["bash", str(FOLDER / "task.sh"), *python], env={**os.environ, **environment},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def test_an_address_that_does_not_resolve_is_said_at_once() -> None:
+    """Ranks would try to connect until the job's time is over."""
+    began = time.monotonic()
+    process = task("-c", "raise SystemExit(0)", MASTER_ADDR="no-such-host.invalid", SLURMD_NODENAME="node7")
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 2
+    assert errors == (
+        "slurm: node7: no-such-host.invalid, the node of rank 0, does not resolve here: put it into DNS or /etc/hosts of "
+        "every node\n"
+    )
+    assert time.monotonic() - began < 30
+
+
+def until(folder: Path, *names: str) -> None:
+    deadline = time.monotonic() + 60
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < deadline, (names, sorted(path.name for path in folder.iterdir()))
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks", "seen"), [("srun", (3,), ["8 1 2"]), ("torchrun", (0, 1), ["2 0 2", "2 1 2"])]
+)
+def test_the_signal_reaches_the_ranks_and_kills_none_that_is_not_ready(
+    launcher: str, ranks: tuple[int, ...], seen: list[str], tmp_path: Path
+) -> None:
+    """Only Slurm's own task is signalled, as it is where Slurm tracks processes by cgroups."""
+    (tmp_path / "rank.py").write_text(RANK)
+    process = task(str(tmp_path / "rank.py"), str(tmp_path), LAUNCHER=launcher)
+    until(tmp_path, *(f"started-{rank}" for rank in ranks))
+    process.send_signal(signal.SIGUSR1)
+    time.sleep(0.3)
+    (tmp_path / "listen").touch()
+    until(tmp_path, *(f"listens-{rank}" for rank in ranks))
+    assert process.poll() is None and not list(tmp_path.glob("saved-*"))
+    process.send_signal(signal.SIGUSR1)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert [(tmp_path / f"saved-{rank}").read_text() for rank in ranks] == seen
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_a_task_ends_with_its_ranks_failure(launcher: str) -> None:
+    process = task("/no/such/script.py", LAUNCHER=launcher)
+    process.communicate(timeout=60)
+    assert process.returncode not in (0, None)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_JOB_ID": ""}, "no SLURM_JOB_ID: start this with sbatch"),
+        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: write srun or torchrun"),
+        ({"EXIT_SIGNAL": "HUP"}, "EXIT_SIGNAL=HUP: write USR1 or TERM"),
+        (
+            {"EXIT_SIGNAL": "TERM", "LAUNCHER": "torchrun"},
+            "EXIT_SIGNAL=TERM: torchrun would end its ranks before they have",
+        ),
+        ({"RANKS_PER_NODE": "all"}, "RANKS_PER_NODE=all: write the number of GPUs of a node"),
+        ({"PYTHON": "/no/python"}, "PYTHON=/no/python: no such interpreter"),
+        ({"SCRIPT": "/no/pretrain.py"}, "SCRIPT=/no/pretrain.py: no such file; set SCRIPT, or MEGATRON_LM_PATH to a"),
+        ({"HOTSPA_SLURM": "/no/slurm"}, "no /no/slurm/site.sh: run sbatch in the checkout, or set HOTSPA_SLURM"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_setting_that_cannot_be_is_one_line(variables: dict[str, str], said: str, tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho node1\n")
+    scontrol.chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_NNODES": "1", "SLURM_CPUS_ON_NODE": "2"}
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+    done = subprocess.run(
+        ["bash", FOLDER / "pretrain_gpt_hotspa.sbatch"], env={"PYTHON": sys.executable, **environment},
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"slurm: {said}") and done.stderr.count("\n") == 1, done.stderr
