@@ -83,6 +83,7 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that step (default 0)")
     parser.add_argument(
         "--hardware",
+        "--profile",
         default=UNKNOWN_DEVICE,
         metavar="NAME|FILE",
         help=f"whose times decide what is merged: {', '.join(hardware_names())}, or a file (default {UNKNOWN_DEVICE})",
