@@ -63,8 +63,11 @@ try --reverse --check && applied=yes
 if [[ $applied == no ]] && ! try --check; then
     fail 1 "$checkout/pretrain_gpt.py is not that of $tag; add the line of $patch before its first import of Megatron"
 fi
-case $mode in
-    check) [[ $applied == yes ]] && echo "$tag: applied" || echo "$tag: not applied; it can be" ;;
-    apply) [[ $applied == yes ]] && echo "$tag: applied before" || { try && echo "$tag: applied"; } ;;
-    reverse) [[ $applied == no ]] && echo "$tag: not applied" || { try --reverse && echo "$tag: taken out"; } ;;
+case $mode-$applied in
+    check-yes) echo "$tag: applied" ;;
+    check-no) echo "$tag: not applied; it can be" ;;
+    apply-yes) echo "$tag: applied before" ;;
+    apply-no) try && echo "$tag: applied" ;;
+    reverse-yes) try --reverse && echo "$tag: taken out" ;;
+    reverse-no) echo "$tag: not applied" ;;
 esac
