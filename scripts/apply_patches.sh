@@ -21,7 +21,7 @@ fail() {
     exit "$1"
 }
 
-checkout= mode=apply
+checkout='' mode=apply
 for argument in "$@"; do
     case $argument in
         -h | --help)
@@ -50,7 +50,7 @@ release=$(part MAJOR).$(part MINOR)
 [[ $release == *?.?* ]] || fail 1 "$info: names no MAJOR and MINOR release"
 found=("$root"/patches/core_v"$release".*/pretrain_gpt.patch)
 patch=${found[-1]}
-[[ -f $patch ]] || fail 1 "$checkout is release $release, for which there is no patch: $(ls -d "$root"/patches/core_v* | xargs -n 1 basename | paste -sd ' ')"
+[[ -f $patch ]] || fail 1 "$checkout is release $release, for which there is no patch: $(cd "$root/patches" && echo core_v*)"
 tag=$(basename "$(dirname "$patch")")
 
 # Not the repository that may hold the checkout: paths are the checkout's own.
