@@ -77,6 +77,11 @@ UNEVEN = Mix(
     ((16, 1, 1, 1), (32, 2, 1, 2)),
     ("--num-layers", "6", "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
 )
+LAID_OUT = (
+    # Stages, and virtual ones, as a string of the command line says: uneven, and with layers beside the embedding or not.
+    Mix((1, 1, 2), ((16, 1, 1, 1), (32, 1, 2, 2)), (UNTIED, SHARDED, "--pipeline-model-parallel-layout", "Et|tttL")),
+    Mix((1, 1, 2), ((16, 1, 2, 2), (32, 2, 1, 2)), (SHARDED, "--pipeline-model-parallel-layout", "E|tt|t|tL")),
+)
 MIXES_OF_8 = (
     Mix((2, 1, 2), ((16, 1, 1, 1), (32, 4, 1, 1)), (SP, SHARDED)),
     Mix((2, 2, 2), ((16, 1, 1, 1), (32, 4, 2, 1)), (SP, UNTIED)),
@@ -89,7 +94,7 @@ def test_gradients_of_every_mix_equal_the_reference() -> None:
 
 
 def test_gradients_with_interleaved_schedules_and_recomputation_per_strategy_equal_the_reference() -> None:
-    for result in run_ranks(_gradient_errors, 4, (*INTERLEAVED, *RECOMPUTING), "float64", timeout=280)[0]:
+    for result in run_ranks(_gradient_errors, 4, (*INTERLEAVED, *RECOMPUTING, *LAID_OUT), "float64", timeout=280)[0]:
         _within(result, 1e-9)
 
 

@@ -173,7 +173,18 @@ def plan_batches(
         ]
         executions = tuple(sorted({*executions, *uneven}))
     models = Models(shape, hardware, world_size, home=home, optimizer_bytes=optimizer_bytes)
-    return _Search(models, batches, executions, home).run()
+    found = _Search(models, batches, executions, home).run()
+    plain = tuple(each for each in executions if each.strategy.vpp == 1)
+    if plain == executions or (home is not None and home.vpp > 1):
+        return found
+    try:
+        other = _Search(models, batches, plain, home).run()
+    except ValueError:  # without virtual stages nothing fits
+        return found
+    # With more to choose from a search that improves step by step can end at less: neither may be lost.
+    best = min(found, other, key=lambda planned: planned.time.total)
+    static = min(found, other, key=lambda planned: planned.static_time.total)
+    return replace(best, static=static.static, static_time=static.static_time, refused=found.refused)
 
 
 def replace_axes(strategy: Strategy, cp: int) -> Strategy:

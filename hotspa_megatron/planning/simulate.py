@@ -22,7 +22,7 @@ from hotspa_megatron.planning.baselines import (
     one_sequence_each,
     static_first_fit,
 )
-from hotspa_megatron.planning.execution import Execution, legal_executions
+from hotspa_megatron.planning.execution import VIRTUAL_STAGES, Execution, legal_executions
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram, Lengths
@@ -168,7 +168,12 @@ def run_cell(suite: Suite, setting: Setting) -> Cell:
     batches = suite.batches(setting)
     shape = replace(KNOWN_MODELS[setting.model], seq_length=setting.context)
     planned = plan_batches(
-        batches, shape=shape, hardware=suite.hardware, world_size=setting.gpus, max_tp=setting.max_tp
+        batches,
+        shape=shape,
+        hardware=suite.hardware,
+        world_size=setting.gpus,
+        max_tp=setting.max_tp,
+        vpp=VIRTUAL_STAGES,
     )
     model = Models(shape, suite.hardware, setting.gpus).under(
         Strategy.from_world(setting.gpus, tp=min(2, setting.gpus), cp=1, pp=1)
