@@ -26,6 +26,7 @@ from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunn
 from hotspa_megatron.hooks.model import LogicalModel, build_guest, builder_for, read_home
 from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates, recording_groups
 from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.hooks.rank_log import log_every_rank
 from hotspa_megatron.hooks.samples import (
     CheckedSamples,
     Documents,
@@ -83,6 +84,7 @@ def install() -> None:
     _patches.wrap(training, "build_train_valid_test_datasets", _ask_provider_once)
     _patches.wrap(training, "build_pretraining_data_loader", _serve_steps)
     _patches.wrap(training, "train_step", _train_under_several_strategies)
+    _patches.wrap(training, "train_step", log_every_rank)
     _patches.wrap(training, "dummy_train_step", _skip_one_step)
 
 

@@ -1,0 +1,267 @@
+"""hotspa verify: the user's own command under one strategy and under the file's; what differs is found, and said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotspa_megatron.cli import verify
+from hotspa_megatron.cli.main import main
+from hotspa_megatron.cli.verify import Measured, RunFailed, Tolerance, judge, measured, read_users_command, without
+from tests.training import SCRIPT, SP, arguments, flag, run_module
+
+CONFIG = """
+strategies:
+  - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
+  - {max_length: 128, tp: 2, tokens_per_microbatch: 192}
+merge: never
+"""
+FILE = ("--num-layers", "4", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "256",
+        "--max-position-embeddings", "256", "--vocab-size", "121", "--tensor-model-parallel-size", "2")  # fmt: skip
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "hotspa.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+# ----------------------------------------------------------------------------------------------------------- the command
+
+
+def test_the_command_runs_with_saves_off_and_a_file_of_its_own(config: Path, tmp_path: Path) -> None:
+    users = read_users_command(
+        ["python3", "-m", "torch.distributed.run", "pretrain_gpt.py", *FILE, "--save", "/data/run", "--save-interval=5",
+         "--async-save", "--hotspa-config", str(config), "--lr", "1e-3", "--load", str(tmp_path), "--hidden-dropout", "0.1"]
+    )  # fmt: skip
+    line = users.run(Path("static.yaml"), steps=5)
+    assert line == (
+        "python3", "-m", "torch.distributed.run", "pretrain_gpt.py", *FILE, "--lr", "1e-3", "--load", str(tmp_path),
+        "--exit-interval", "5", "--log-interval", "1", "--eval-interval", "1000000000",
+        "--hidden-dropout", "0", "--attention-dropout", "0", "--hotspa-config", "static.yaml",
+    )  # fmt: skip
+    assert users.run(None, steps=5)[-1] == "--calculate-per-token-loss" and "--hotspa-config" not in users.run(
+        None, steps=5
+    )
+
+
+def test_from_a_checkpoint_the_steps_after_it_are_run(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1003\n")
+    command = ["python3", *FILE, "--load", str(tmp_path), f"--hotspa-config={config}"]
+    line = read_users_command(command).run(None, steps=5)
+    assert line[line.index("--exit-interval") + 1] == "1008"
+    line = read_users_command([*command, "--finetune"]).run(None, steps=5)
+    assert line[line.index("--exit-interval") + 1] == "5"
+
+
+def test_flags_go_with_their_values() -> None:
+    command = ["a", "--save", "x", "--saved", "y", "--save=z", "--async-save", "b"]
+    assert without(command, {"--save": 1, "--async-save": 0}) == ["a", "--saved", "y", "b"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([], "no command; write it after --"),
+        (["python3", *FILE], "the command has no --hotspa-config FILE, so there is nothing to compare"),
+        (["python3", *FILE, "--hotspa-config"], "--hotspa-config: the file's name is missing"),
+        (["python3", *FILE, "--hotspa-config", "auto"], "--hotspa-config auto: what would run is decided at start"),
+        (["python3", *FILE, "--hotspa-config", "STATIC"], "strategies is empty: that is the static run itself"),
+        (["no-such-torchrun", *FILE, "--hotspa-config", "CONFIG"], "no-such-torchrun: no such program"),
+        (["python3", *FILE, "--num-experts", "4", "--hotspa-config", "CONFIG"], "--num-experts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    command: list[str], said: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    static = tmp_path / "static.yaml"
+    static.write_text("strategies: []\n")
+    command = [{"STATIC": str(static), "CONFIG": str(config)}.get(word, word) for word in command]
+    logs = tmp_path / "logs"
+    assert main(["verify", "--logs", str(logs), "--", *command]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and errors.count("\n") == 1
+    assert not logs.exists()
+
+
+def test_a_folder_that_is_not_verifys_own_is_never_replaced(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    command = ["python3", *FILE, "--hotspa-config", str(config)]
+    for more in ([], ["--force"]):
+        assert main(["verify", "--logs", str(kept), *more, "--", *command]) == 2
+        assert f"--logs: {kept} is there already" in capsys.readouterr().err
+    assert (kept / "file").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- the verdict
+
+TOLERANCE = Tolerance(loss=1e-5, grad_norm=1e-4)
+
+
+def made(name: str, *, loss: float = 1.0, grad_norm: float = 1.0, **more: Any) -> Measured:
+    return Measured(
+        name=name, iterations=(1, 2), losses=(5.0, 4.0 * loss), grad_norms=(2.0, 3.0 * grad_norm), step_s=1.0,
+        peak_bytes=1 << 30, segments=("tp1-cp1-pp1-dp4 (guest)", "tp2-cp1-pp1-dp2 (home)"), **more,
+    )  # fmt: skip
+
+
+def runs(**config: Any) -> dict[str, Measured]:
+    return {
+        "static": made("static"), "other order": made("other order", loss=1 + 1e-6, grad_norm=1 + 2e-5),
+        "config": made("config", **config),
+    }  # fmt: skip
+
+
+def test_what_the_order_of_sums_explains_passes_and_anything_more_fails() -> None:
+    assert judge(runs(loss=1 + 9e-6, grad_norm=1 + 9e-5), TOLERANCE).passed
+    lost = judge(runs(loss=1 + 2e-5), TOLERANCE)
+    assert not lost.passed and lost.why.startswith("config: the loss differs by 2.0e-05, and 1.0e-05 is what")
+    assert "the gradient norm differs by 2.0e-04" in judge(runs(grad_norm=1 + 2e-4), TOLERANCE).why
+    assert not judge(runs(loss=math.nan), TOLERANCE).passed
+    assert not judge({**runs(), "stock": made("stock", loss=1.1)}, TOLERANCE).passed
+
+
+def test_noise_widens_what_is_allowed_but_excuses_nothing_that_large() -> None:
+    noisy = {**runs(loss=1 + 9e-5), "other order": made("other order", loss=1 + 5e-5)}
+    assert judge(noisy, TOLERANCE).passed
+    loud = judge({**runs(), "other order": made("other order", loss=1.5)}, TOLERANCE)
+    assert not loud.passed and "the static run itself differs" in loud.why
+
+
+def test_other_steps_are_no_comparison() -> None:
+    other = {**runs(), "config": dataclasses.replace(made("config"), iterations=(2, 3))}
+    assert not judge(other, TOLERANCE).passed
+
+
+def test_a_run_of_home_alone_says_how_little_it_shows() -> None:
+    alone = {**runs(), "config": dataclasses.replace(made("config"), segments=("tp2-cp1-pp1-dp2 (home)",))}
+    assert "only one strategy ran in these steps" in judge(alone, TOLERANCE).why
+
+
+def noted(step: int, *, loss: bool, seconds: float, peak: int) -> dict[str, Any]:
+    losses = {"lm loss": 5.0 - step} if loss else {}
+    return {"iteration": step, "losses": losses, "grad_norm": 2.0, "step_s": seconds, "peak_bytes": peak}
+
+
+def test_what_the_ranks_noted_is_put_together() -> None:
+    ranks = [
+        [noted(1, loss=False, seconds=9.0, peak=5), noted(2, loss=False, seconds=1.0, peak=5)],
+        [noted(1, loss=True, seconds=8.0, peak=7), noted(2, loss=True, seconds=3.0, peak=7)],
+    ]
+    step = {"switches": [{"bytes": 500, "seconds": 1e-6}], "segments": [{"strategy": "tp1", "kind": "guest"}]}
+    said = (
+        "hotspa: 14 process groups of several ranks, 1,005 of them beside home's, made in 0.3 s; NCCL would take about "
+        "2,300 MiB of a rank's memory for what is added (assumed)\n"
+    )
+    run = measured("config", ranks, [step, step], said, steps=2)
+    assert (run.losses, run.grad_norms, run.step_s, run.peak_bytes) == ((4.0, 3.0), (2.0, 2.0), 3.0, 7)
+    assert (run.groups, run.groups_added, run.groups_mib) == (14, 1005, 2300)
+    assert (run.switch_bytes, run.switch_gbps, run.segments) == (1000, 0.5, ("tp1 (guest)",))
+    with pytest.raises(RunFailed, match="2 steps instead of 3"):
+        measured("config", ranks, [], said, steps=3)
+    with pytest.raises(RunFailed, match="no rank reported a loss"):
+        measured("config", ranks[:1], [], said, steps=2)
+
+
+# -------------------------------------------------------------------------------------------------------------- for real
+
+
+def verified(tmp_path: Path, *command: str, limit: int = 230) -> tuple[int, dict[str, Any], str]:
+    """Exit code, what --json printed, and standard error."""
+    done = run_module(
+        "hotspa_megatron.cli.main",
+        "verify",
+        "--json",
+        "--limit",
+        str(limit),
+        "--logs",
+        str(tmp_path / "logs"),
+        "--",
+        *command,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def training(launcher: str, *more: str, config: str = CONFIG) -> tuple[str, ...]:
+    """A user's command on 4 ranks."""
+    return (
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", launcher,
+        str(SCRIPT), *arguments(SP, *more, tp=2, cp=2, iterations=50), *flag(config),
+    )  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_right_step_passes_and_saves_nothing(tmp_path: Path) -> None:
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "1")
+    code, found, errors = verified(tmp_path, *training("hotspa_megatron.launch", *save))
+    assert code == 0, (found, errors)
+    assert found["passed"] and set(found["runs"]) == {"static", "other order", "config"}
+    assert 0 < found["noise"]["loss"] < 1e-5 and found["differences"]["config"]["loss"] < 1e-5
+    config = found["runs"]["config"]
+    assert config["iterations"] == [1, 2, 3, 4, 5] and len(config["segments"]) == 3
+    assert config["switch_bytes"] > 0 and config["groups_added"] > found["runs"]["static"]["groups_added"]
+    assert found["runs"]["static"]["switch_bytes"] == 0 and config["peak_bytes"] > 1 << 20
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_step_without_the_guests_gradients_fails(tmp_path: Path) -> None:
+    """The negative control: losses stay plausible and nothing else tells."""
+    code, found, errors = verified(tmp_path, *training("examples.demo.without_fold"))
+    assert code == 1, (found, errors)
+    assert not found["passed"] and "the gradient norm differs by" in found["why"]
+    assert found["differences"]["config"]["grad_norm"] > 100 * found["allowed"]["grad_norm"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_with_megatrons_own_samples_stock_megatron_is_compared_too(tmp_path: Path) -> None:
+    more = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+    command = training("hotspa_megatron.launch", *more, config=f"{CONFIG}samples: megatron\n")
+    code, found, errors = verified(tmp_path, *command)
+    assert code == 0, (found, errors)
+    assert set(found["runs"]) == {"static", "other order", "config", "stock"}
+    assert found["runs"]["stock"]["groups"] is None and found["differences"]["stock"]["loss"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("body", "limit", "said"),
+    [
+        (
+            "import sys; print('hotspa: home does not fit'); sys.exit(3)",
+            "60",
+            "the command ended with code 3: home does not fit",
+        ),
+        ("import time; time.sleep(600)", "1", "not through its steps when the time was over (--limit)"),
+        ("pass", "60", "no rank wrote to"),
+    ],
+    ids=["fails", "hangs", "is no training"],
+)
+def test_a_command_that_does_not_train_is_a_failure_with_its_reason(
+    body: str, limit: str, said: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [sys.executable, "-c", body, *FILE, "--hotspa-config", str(config)]
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", "--json", "--limit", limit, "--logs", str(tmp_path / "logs"), "--", *command])
+    found = json.loads(capsys.readouterr().out)
+    assert not found["passed"] and found["why"].startswith(f"static: {said}")
+
+
+def test_the_flag_is_the_hooks_own() -> None:
+    from hotspa_megatron.hooks import arguments as hooks
+
+    assert verify.FLAG == hooks.FLAG
