@@ -249,6 +249,12 @@ torchrun --nproc-per-node $GPUS -m hotspa_megatron.launch pretrain_gpt.py \\
         ("N=$(nproc)\npython pretrain_gpt.py --num-layers $N", r":2: \$N is not set"),
         ("python pretrain_gpt.py --num-layers $(nproc)", "comes from a command"),
         ("python pretrain_gpt.py 'unfinished", "no closing quotation"),
+        (
+            "if [ -f x ]; then\n  N=1\nelse\n  N=2\nfi\npython pretrain_gpt.py --num-layers $N",
+            r":6: \$N depends on a condition",
+        ),
+        ("[ -f x ] && N=1\npython pretrain_gpt.py --num-layers $N", r"\$N depends on a condition"),
+        ("for N in 1 2; do\n  M=$N\ndone\npython pretrain_gpt.py --num-layers $M", r"\$M depends on a condition"),
     ],
 )
 def test_what_cannot_be_read_off_a_script_is_named(tmp_path: Path, text: str, says: str) -> None:
@@ -256,6 +262,40 @@ def test_what_cannot_be_read_off_a_script_is_named(tmp_path: Path, text: str, sa
     script.write_text(text + "\n")
     with pytest.raises(ValueError, match=says):
         arguments_of_script(script)
+
+
+def test_plain_conditions_of_a_script_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXTRA", raising=False)
+    script = tmp_path / "run.sh"
+    script.write_text(
+        """DTYPE=${1:-"fp8"}
+MEGATRON=/opt/megatron
+SCRIPT="$MEGATRON/pretrain_gpt.py"
+if [ ! -f "$SCRIPT" ]; then
+    echo "no pretrain_gpt.py"
+    exit 1
+fi
+ARGS=(--num-layers 2)
+if [[ "$DTYPE" == "bf16" ]]; then
+    ARGS+=(--bf16)
+elif [[ "$DTYPE" == "fp16" ]] || [[ "$DTYPE" == "fp8" ]]; then
+    ARGS+=("--fp8-format hybrid")
+    if [ "$DTYPE" != fp8 ]; then
+        ARGS+=(--seed 1)
+    fi
+else
+    ARGS+=(--seed 2)
+fi
+if [[ -z "$EXTRA" ]]; then ARGS+=(--bf16); else ARGS+=(--seed 4); fi
+[ -n "$DTYPE" ] && ARGS+=(--swiglu)
+[ -z "$DTYPE" ] && ARGS+=(--seed 3)
+HEAD=$(scontrol show hostnames | head -1)
+COMMAND="torchrun --rdzv-endpoint $HEAD:29500 $SCRIPT ${ARGS[@]}"
+srun --label bash -c "$COMMAND --lr 1e-4"
+"""
+    )
+    expected = "--num-layers 2 --fp8-format hybrid --bf16 --swiglu --lr 1e-4"
+    assert arguments_of_script(script) == shlex.split(expected)
 
 
 def test_a_plan_from_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from hotspa_megatron.cli.described_run import recompute_of, whole, whole_of
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.sample_step import StepShown, print_step, sample_step
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
+from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, Groups, count_groups
 from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
@@ -109,7 +110,8 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         groups = count_groups([each.strategy for each in (*resolved.strategies, resolved.home)])
         taken = resolved.group_memory
         memory = [memory_per_stage(each, resolved, line) for each in (*resolved.strategies, resolved.home)]
-        described = _describe(resolved, groups, taken, memory)
+        refused = [row.line for row in conflicts(megatron_arguments) if row.unless not in config.allow_untested]
+        described = {**_describe(resolved, groups, taken, memory), "conflicts": refused}
         step = None
         if arguments.lengths is not None:
             step = _step(arguments, resolved, megatron_arguments, line)
@@ -118,6 +120,8 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
             _print(resolved, groups, taken, memory, line)
             if step is not None:
                 print_step(tables.console(), step, source=arguments.lengths)
+            for problem in refused:
+                tables.say(tables.console(), f"A job with these arguments would not start: {problem}")
     if arguments.json:
         print(json.dumps(described, indent=2))
 

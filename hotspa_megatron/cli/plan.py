@@ -14,6 +14,7 @@ from hotspa_megatron.cli import described_run, tables
 from hotspa_megatron.cli.charts import save_bars
 from hotspa_megatron.cli.described_run import DescribedRun
 from hotspa_megatron.config import load_config, resolve
+from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning import plan_file
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES, Execution, Recompute
 from hotspa_megatron.planning.plan_file import kind_of, recompute_of
@@ -153,6 +154,7 @@ def _described(planned: PlannedRun, described: DescribedRun, path: Path) -> dict
             }
             for choice, held in zip(planned.groups, planned.held, strict=True)
         ],
+        "conflicts": [row.line for row in conflicts(described.arguments)],
         "refused_as_home": [
             {"strategy": str(refusal.execution), "reason": refusal.reason} for refusal in planned.refused
         ],
@@ -198,6 +200,8 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
             f"{len(planned.refused)} strategies do not hold the longest sequence; {first.execution}: {first.reason}. "
             "--json lists all.",
         )
+    for row in conflicts(described.arguments):
+        tables.say(console, f"A job with these arguments would not start: {row.line}")
     tables.say(console, f"Assumed, without a source: {', '.join(described.hardware.assumed) or 'nothing'}.")
     tables.say(console, f"Wrote {path}.")
 
