@@ -17,9 +17,10 @@ SCRIPT=${SCRIPT:-${MEGATRON_LM_PATH:-/opt/Megatron-LM}/pretrain_gpt.py}
 CHECKPOINTS=${CHECKPOINTS:-$PWD/checkpoints/${SLURM_JOB_NAME:-hotspa}}
 # Steps between checkpoints, beside those before an end; Megatron's own --save-interval wins.
 SAVE_INTERVAL=${SAVE_INTERVAL:-1000}
-# What tells ranks to save and end. TERM where preemption sends nothing else (no preempt_send_user_signal in slurm.conf);
-# with LAUNCHER=srun then, since torchrun ends its ranks 30 s after TERM.
-EXIT_SIGNAL=${EXIT_SIGNAL:-USR1}
+# What tells ranks to save and end. URG means nothing to processes that do not listen, such as a checkpoint's writers: where
+# Slurm tracks processes without cgroups, they get it, too. TERM where preemption sends nothing else (slurm.conf has no
+# preempt_send_user_signal); with LAUNCHER=srun then, since torchrun ends its ranks 30 s after TERM.
+EXIT_SIGNAL=${EXIT_SIGNAL:-URG}
 # Further options of srun, such as --container-image=... --container-mounts=... of pyxis.
 read -r -a SRUN_OPTIONS <<<"${SRUN_OPTIONS:-}"
 # The network between the nodes, where there are several interfaces: export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
@@ -34,8 +35,8 @@ fail() {
 
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: start this with sbatch"
 [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || fail "LAUNCHER=$LAUNCHER: write srun or torchrun"
-[[ $EXIT_SIGNAL == USR1 || $EXIT_SIGNAL == TERM ]] || fail "EXIT_SIGNAL=$EXIT_SIGNAL: write USR1 or TERM"
-[[ $EXIT_SIGNAL == USR1 || $LAUNCHER == srun ]] ||
+[[ $EXIT_SIGNAL == URG || $EXIT_SIGNAL == TERM ]] || fail "EXIT_SIGNAL=$EXIT_SIGNAL: write URG or TERM"
+[[ $EXIT_SIGNAL == URG || $LAUNCHER == srun ]] ||
     fail "EXIT_SIGNAL=TERM: torchrun would end its ranks before they have saved; set LAUNCHER=srun"
 [[ $RANKS_PER_NODE =~ ^[1-9][0-9]*$ ]] || fail "RANKS_PER_NODE=$RANKS_PER_NODE: write the number of GPUs of a node"
 command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such interpreter; write the one that has torch and Megatron"

@@ -21,6 +21,7 @@ fi
 torchrun=$!
 # Where Slurm signals its own tasks alone, that is this shell; the ranks are children of torchrun.
 trap 'pkill "-$EXIT_SIGNAL" -P "$torchrun" || true' "$EXIT_SIGNAL"
+trap 'kill -TERM "$torchrun" || true' TERM
 code=0
 while kill -0 "$torchrun" 2>/dev/null; do
     if wait "$torchrun"; then code=0; else code=$?; fi

@@ -139,7 +139,7 @@ def test_at_its_time_limit_it_saves_and_goes_on_with_the_unbroken_runs_losses(sl
 def test_a_job_that_never_saves_does_not_go_round_for_ever(slurm: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "never_saves.py"
     script.write_text(
-        "import signal, sys\nsignal.signal(signal.SIGUSR1, lambda *_: sys.exit(0))\nprint('waits', flush=True)\nsignal.pause()\n"
+        "import signal, sys\nsignal.signal(signal.SIGURG, lambda *_: sys.exit(0))\nprint('waits', flush=True)\nsignal.pause()\n"
     )
     output = tmp_path / "job.out"
     # hotspa_megatron.launch installs hooks and runs any script.

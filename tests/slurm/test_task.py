@@ -8,27 +8,33 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.spawn import REPOSITORY
 
 FOLDER = REPOSITORY / "scripts" / "slurm"
 FILES = sorted(FOLDER.iterdir())
-# A rank that, as Megatron does, listens to the signal only after a while, and then ends in good order.
+# A rank that, as Megatron does, listens to the signal only after a while, and then ends in good order. As when it writes a
+# checkpoint, it has a process beside it that knows nothing of signals.
 RANK = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
+helper = subprocess.Popen(["sleep", "60"])
 folder, heard = pathlib.Path(sys.argv[1]), []
 name = os.environ["RANK"]
 (folder / f"started-{name}").touch()
 while not (folder / "listen").exists():
     time.sleep(0.02)
-signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
+signal.signal(signal.SIGURG, lambda *_: heard.append(1))
 (folder / f"listens-{name}").touch()
 while not heard:
     time.sleep(0.02)
 (folder / f"saved-{name}").write_text(" ".join(os.environ[n] for n in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+assert helper.poll() is None
+helper.kill()
 """
 
 
@@ -46,7 +52,7 @@ def task(*python: str, **variables: str) -> subprocess.Popen[str]:
     """task.sh as the first of Slurm's tasks, in a session of its own."""
     environment = {
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29517", "LAUNCHER": "srun", "RANKS_PER_NODE": "2",
-        "PYTHON": sys.executable, "EXIT_SIGNAL": "USR1", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
+        "PYTHON": sys.executable, "EXIT_SIGNAL": "URG", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
         "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "OMP_NUM_THREADS": "1",
         **variables,
     }  # fmt: skip
@@ -76,22 +82,33 @@ def until(folder: Path, *names: str) -> None:
         time.sleep(0.02)
 
 
+def signal_task(process: subprocess.Popen[str]) -> None:
+    """To Slurm's own task alone, as where Slurm tracks processes by cgroups."""
+    process.send_signal(signal.SIGURG)
+
+
+def signal_all(process: subprocess.Popen[str]) -> None:
+    """To the task and all that come of it, as where Slurm looks for its descendants."""
+    for each in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        each.send_signal(signal.SIGURG)
+
+
+@pytest.mark.parametrize("send", [signal_task, signal_all])
 @pytest.mark.parametrize(
     ("launcher", "ranks", "seen"), [("srun", (3,), ["8 1 2"]), ("torchrun", (0, 1), ["2 0 2", "2 1 2"])]
 )
-def test_the_signal_reaches_the_ranks_and_kills_none_that_is_not_ready(
-    launcher: str, ranks: tuple[int, ...], seen: list[str], tmp_path: Path
+def test_the_signal_reaches_the_ranks_and_kills_nothing_that_does_not_listen(
+    launcher: str, ranks: tuple[int, ...], seen: list[str], send: Callable[..., None], tmp_path: Path
 ) -> None:
-    """Only Slurm's own task is signalled, as it is where Slurm tracks processes by cgroups."""
     (tmp_path / "rank.py").write_text(RANK)
     process = task(str(tmp_path / "rank.py"), str(tmp_path), LAUNCHER=launcher)
     until(tmp_path, *(f"started-{rank}" for rank in ranks))
-    process.send_signal(signal.SIGUSR1)
+    send(process)
     time.sleep(0.3)
     (tmp_path / "listen").touch()
     until(tmp_path, *(f"listens-{rank}" for rank in ranks))
     assert process.poll() is None and not list(tmp_path.glob("saved-*"))
-    process.send_signal(signal.SIGUSR1)
+    send(process)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in ranks] == seen
@@ -109,7 +126,7 @@ def test_a_task_ends_with_its_ranks_failure(launcher: str) -> None:
     [
         ({"SLURM_JOB_ID": ""}, "no SLURM_JOB_ID: start this with sbatch"),
         ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: write srun or torchrun"),
-        ({"EXIT_SIGNAL": "HUP"}, "EXIT_SIGNAL=HUP: write USR1 or TERM"),
+        ({"EXIT_SIGNAL": "HUP"}, "EXIT_SIGNAL=HUP: write URG or TERM"),
         (
             {"EXIT_SIGNAL": "TERM", "LAUNCHER": "torchrun"},
             "EXIT_SIGNAL=TERM: torchrun would end its ranks before they have",
