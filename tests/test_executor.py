@@ -20,14 +20,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
-from hotspa_megatron.planning.param_layout import Layout, Placement, RankPieces, model_layout
+from hotspa_megatron.planning.param_layout import ExpertAxes, Layout, Placement, RankPieces, model_layout
 from hotspa_megatron.planning.reshard_plan import Cell, RankPlan, ReshardPlan, plan_reshard
-from hotspa_megatron.planning.topology import Topology
+from hotspa_megatron.planning.topology import LinkClass, Topology
 from hotspa_megatron.runtime.binding import Binder, Sizes, cut
 from hotspa_megatron.runtime.executor import CHUNK_BYTES, Reshard
 from hotspa_megatron.runtime.storage import flatten
 from hotspa_megatron.runtime.transport import BatchedTransport, Exchange, Pace
-from hotspa_megatron.strategy import stage_layers
+from hotspa_megatron.strategy import Strategy, stage_layers
 from tests.layouts import (
     expected,
     filled,
@@ -323,6 +323,7 @@ def _move_often(rank: int, world_size: int) -> tuple[dict[str, int], dict[str, i
     def counted() -> dict[str, int]:
         gc.collect()
         return {
+            "groups": len(torch.distributed.distributed_c10d._world.pg_map),
             "threads": len(os.listdir("/proc/self/task")),
             "descriptors": len(os.listdir("/proc/self/fd")),
             "objects": len(gc.get_objects()) // 100,
@@ -589,6 +590,47 @@ def _gloo_moves(rank: int, world_size: int, chunk_bytes: int) -> None:
     whole = expected(full, home, rank)
     for index, gradient in gradients.items():
         assert torch.equal(gradient, whole[index] * (1 + len(guests) * masks[index]))
+
+
+def _gloo_ways(rank: int, world_size: int) -> None:
+    """A -> B -> A, and A -> B -> C beside A -> C, with what a node lacks entering it once."""
+    parameters = mixed_parameters(2)
+    experts = ExpertAxes(experts=6, ep=2)
+    first, second, third = (
+        model_layout(parameters, Strategy(tp=tp, cp=1, pp=pp, dp=4 // (tp * pp)), stages, tied=False, experts=grid)
+        for tp, pp, stages, grid in (
+            (2, 2, [[0], [1]], experts),
+            (1, 1, [[0, 1]], experts),
+            (4, 1, [[0, 1]], ExpertAxes(experts=6, tp=4)),
+        )
+    )
+    cluster, transport = Topology.nodes(world_size, 2), BatchedTransport()
+    full = full_tensors(first, dtype=torch.bfloat16)
+    relays = 0
+
+    def moved(source: Layout, held: Tensors, destination: Layout) -> dict[int, torch.Tensor]:
+        nonlocal relays
+        plan = plan_reshard([source], destination, itemsize=2, topology=cluster)
+        assert plan.link_bytes[LinkClass.INTER_NODE] == plan.floors[LinkClass.INTER_NODE]
+        relays += len(plan.transfers) > 1
+        there = filled(destination, rank, UNUSED, torch.bfloat16)
+        part = plan.for_rank(rank)
+        Reshard(part, transport, accumulate=False, dtype=torch.bfloat16, chunk_bytes=2000).run(
+            sources=[held], destination=there
+        )
+        return there
+
+    own = expected(full, first, rank)
+    there = moved(first, own, second)
+    assert equal([there], [expected(full, second, rank)])
+    assert equal([moved(second, there, first)], [own])
+    straight, around = moved(first, own, third), moved(second, there, third)
+    assert equal([straight], [around]) and equal([around], [expected(full, third, rank)])
+    assert relays, "no move took two phases: the case is wrong"
+
+
+def test_on_gloo_a_way_back_is_the_identity_and_a_detour_changes_nothing_in_two_phases() -> None:
+    run_ranks(_gloo_ways, 4)
 
 
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1000])
