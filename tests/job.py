@@ -45,7 +45,7 @@ class Mix:
 
     def __str__(self) -> str:
         listed = " + ".join(self.entries) or "static"
-        return f"home tp{self.home[0]}-cp{self.home[1]}-pp{self.home[2]} + {listed} {' '.join(self.flags)}".strip()
+        return f"home tp{self.home[0]}-cp{self.home[1]}-pp{self.home[2]} + {listed} {' '.join(self.flags)} {self.switch}".strip()
 
 
 def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any]:

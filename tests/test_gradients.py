@@ -72,6 +72,17 @@ RECOMPUTING = (
     Mix((1, 2, 2), ((16, 1, 1, 2, "recompute: none"), (32, 1, 1, 2, "vpp: 2, recompute: full, recompute_layers: 1")),
         (UNTIED, "--recompute-activations")),
 )  # fmt: skip
+# Two guests in a row, so that the second may arrive beside the first one's segment.
+PREFETCHED = Mix((2, 1, 2), ((16, 1, 1, 1), (32, 4, 1, 1)), (SP, SHARDED), switch="prefetch: always")
+SWITCHED = tuple(
+    dataclasses.replace(PREFETCHED, switch=switch)
+    for switch in (
+        "prefetch: always",
+        "prefetch: never",
+        "prefetch: auto, transport: auto",
+        "prefetch: always, transport: gloo, chunk_mb: 1",
+    )
+)
 UNEVEN = Mix(
     (1, 1, 4),
     ((16, 1, 1, 1), (32, 2, 1, 2)),
@@ -98,6 +109,11 @@ def test_gradients_with_interleaved_schedules_and_recomputation_per_strategy_equ
         _within(result, 1e-9)
 
 
+def test_gradients_with_every_way_to_switch_equal_the_reference() -> None:
+    for result in run_ranks(_gradient_errors, 4, SWITCHED, "float64", timeout=280)[0]:
+        _within(result, 1e-9)
+
+
 def test_single_precision_is_no_worse_than_a_static_run_of_the_same_home() -> None:
     mixes = [mix for each in MIXES_OF_4[1:7:2] for mix in (dataclasses.replace(each, strategies=()), each)]
     results = run_ranks(_gradient_errors, 4, tuple(mixes), "float32", timeout=280)[0]
@@ -120,6 +136,7 @@ def test_gradients_on_eight_ranks_equal_the_reference() -> None:
         ("sibling_reduces_early", OVERLAPPED),
         ("segment_means", OVERLAPPED),
         ("fillers_weigh", FILLED),
+        ("prefetched_wrong", PREFETCHED),
     ],
 )
 def test_the_comparison_sees(fault: str, mix: Mix) -> None:
@@ -248,6 +265,23 @@ def _inject(fault: str, session: Any, patches: Any) -> None:
                 add(self)
 
             patches.set(Copies, "add", twice)
+        case "prefetched_wrong":
+            prefetch = runner._prefetch
+
+            def wrong(resident: Any, later: Any) -> None:
+                prefetch(resident, later)
+                if runner._fetch is not None:
+                    pending, parameters = runner._fetch.pending, runner._fetch.guest.parameters.values()
+                    finish = pending.finish
+
+                    def spoil() -> None:
+                        finish()
+                        for parameter in parameters:
+                            parameter.data.mul_(1.5)
+
+                    pending.finish = spoil
+
+            runner._prefetch = wrong
         case "fc1_contiguous":
             wrong = [dataclasses.replace(each, split_stride=1) for each in runner._layout.parameters]
             (guest,) = runner._guests.values()
