@@ -19,6 +19,7 @@ from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, grou
 from hotspa_megatron.planning.execution import Granularity, Recompute
 from hotspa_megatron.planning.legality import legal_products, legal_tps, tp_problem, vocabulary_problem
 from hotspa_megatron.planning.model_shape import ModelShape
+from hotspa_megatron.run_folder import folder_problem
 from hotspa_megatron.strategy import Kind, Strategy, layers_by_stage, listed, stage_layers
 from hotspa_megatron.strict_yaml import ConfigError, Value, config_error, read_document, shown
 
@@ -46,7 +47,7 @@ Untested: TypeAlias = Literal["fp8", "megatron"]
 
 _TOP_KEYS: Final = (
     *("strategies", "home", "samples", "overlong", "mock_lengths", "merge", "switch", "check_plans", "get_batch"),
-    "allow_untested",
+    *("trace", "allow_untested"),
 )
 _STRATEGY_KEYS: Final = (
     "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
@@ -55,7 +56,7 @@ _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch",
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
-_TOP_REFUSED: Final = dict.fromkeys(("verify_every", "watchdog_s", "start_sample", "trace"), _NOT_YET)
+_TOP_REFUSED: Final = dict.fromkeys(("verify_every", "watchdog_s", "start_sample"), _NOT_YET)
 _STRATEGY_REFUSED: Final = {
     "ep": _NOT_YET,
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
@@ -140,6 +141,9 @@ class HotSPaConfig:
     switch: SwitchConfig = SwitchConfig()
     check_plans: bool = True
     get_batch: str | None = None
+    trace: str | None = None
+    """A folder below --save (without it, below where the job starts) for the log of all steps and the timeline of the
+    first ones; ``hotspa report`` draws it. None for neither."""
     allow_untested: tuple[Untested, ...] = ()
     """What may run although the authors never ran it."""
     home_line: int = field(default=1, compare=False)
@@ -185,6 +189,7 @@ class HotSPaConfig:
             "switch": [getattr(self.switch, key) for key in _SWITCH_KEYS],
             "check_plans": self.check_plans,
             "get_batch": self.get_batch,
+            "trace": self.trace,
             "allow_untested": self.allow_untested,
         }
         return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
@@ -252,6 +257,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         switch=_switch(top["switch"]) if "switch" in top else SwitchConfig(),
         check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
+        trace=_trace(top["trace"]) if "trace" in top else None,
         allow_untested=_untested(top["allow_untested"]) if "allow_untested" in top else (),
         home_line=document.line if budget is None else budget.line,
         overlong_line=top["overlong"].line if "overlong" in top else None,
@@ -371,6 +377,14 @@ def _get_batch(value: Value) -> str | None:
     text = value.text()
     if text is not None and not _GET_BATCH.fullmatch(text):
         raise value.error(f"{shown(text)} does not name a function; write pkg.mod:function or null")
+    return text
+
+
+def _trace(value: Value) -> str | None:
+    text = value.text()
+    problem = None if text is None else folder_problem(text)
+    if problem is not None:
+        raise value.error(problem)
     return text
 
 

@@ -272,7 +272,6 @@ NOT_YET = (
     "verify_every: 0",
     "watchdog_s: 60",
     "start_sample: null",
-    "trace: null",
 )
 for _line in NOT_YET:
     BAD[_line] = (f"strategies: []\n{_line}\n", 2, _line.split(":")[0], "is not available in this version; remove it")
@@ -283,6 +282,9 @@ BAD["untested"] = (
     "'fp16' is not known; write fp8 or megatron",
 )
 BAD["untested alone"] = ("strategies: []\nallow_untested: fp8\n", 2, "allow_untested", "where a list is due")
+for _folder in ("/tmp/a", "../a", "a/../../b", "~/a", ".", '""'):
+    BAD[f"trace {_folder}"] = (f"strategies: []\ntrace: {_folder}\n", 2, "trace", "write a ")
+BAD["trace map"] = ("strategies: []\ntrace: {folder: a}\n", 2, "trace", "write a single value")
 BAD["ep"] = (one_entry("ep: 1"), 3, "strategies[0].ep", "is not available in this version")
 BAD["recompute"] = (one_entry("recompute: some"), 3, "strategies[0].recompute", "none or selective or full")
 BAD["recompute layers"] = (
@@ -291,6 +293,13 @@ BAD["recompute layers"] = (
 BAD["no recompute layers"] = (
     one_entry("recompute: full\n    recompute_layers: 0"), 4, "strategies[0].recompute_layers", "at least 1"
 )  # fmt: skip
+
+
+def test_a_folder_for_timelines_is_read(tmp_path: Path) -> None:
+    texts = ("", "trace: null\n", "trace: runs/a\n")
+    configs = [load_config(write(tmp_path, f"strategies: []\n{text}")) for text in texts]
+    assert [each.trace for each in configs] == [None, None, "runs/a"]
+    assert configs[0].digest() == configs[1].digest() != configs[2].digest()
 
 
 def test_how_a_strategy_recomputes_and_interleaves_is_read(tmp_path: Path) -> None:

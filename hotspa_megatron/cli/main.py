@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from hotspa_megatron.cli import bench, data, doctor, explain, plan, profile, simulate, verify
+from hotspa_megatron.cli import bench, data, doctor, explain, plan, profile, report, simulate, verify
 
 
 class _Parser(argparse.ArgumentParser):
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_command(commands)
     bench.add_command(commands)
     data.add_command(commands)
+    report.add_command(commands)
     verify.add_command(commands)
     arguments = parser.parse_args(own)
     try:

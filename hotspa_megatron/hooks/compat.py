@@ -79,6 +79,7 @@ def check_version() -> None:
         "build_pretraining_data_loader": ("dataset", "consumed_samples"),
         "setup_model_and_optimizer": ("model_type",),
         "dummy_train_step": ("data_iterator",),
+        "training_log": ("iteration",),
     }
     for name, parameters in needed.items():
         found = inspect.signature(getattr(training, name)).parameters

@@ -5,6 +5,7 @@ Planning stays a pure function of what is decided here. ``hardware_here`` is the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from hotspa_megatron.hooks.auto import cached_profile
 from hotspa_megatron.hooks.model import LogicalModel
 from hotspa_megatron.planning.execution import recomputed_share
 from hotspa_megatron.planning.hardware import Hardware, described_device, load_hardware
-from hotspa_megatron.planning.step_plan import StepCosts
-from hotspa_megatron.planning.step_time import resolved_costs
+from hotspa_megatron.planning.step_plan import StepCosts, StepPlanner
+from hotspa_megatron.planning.step_time import StepEstimator, resolved_costs
 from hotspa_megatron.planning.topology import Topology
 
 
@@ -47,13 +48,33 @@ def decide_costs(
     return costs, source
 
 
+def decide_estimator(
+    args: Any, resolved: ResolvedConfig, logical: LogicalModel, topology: Topology, planner: StepPlanner
+) -> Callable[[], StepEstimator]:
+    """What makes the model of this job's steps, on what rank 0 says that it runs on. Collective; making it is not."""
+    decided: list[Any] = [None]
+    if dist.get_rank() == 0:
+        decided = [hardware_here()[0].with_nodes_of(topology.gpus_per_node)]
+    dist.broadcast_object_list(decided, src=0)
+    share, layers = _share(args, resolved), _home_layers(logical)
+    return lambda: StepEstimator(resolved, decided[0], planner, recompute=share, home_layers=layers)
+
+
 def _costs_on(hardware: Hardware, args: Any, resolved: ResolvedConfig, logical: LogicalModel) -> StepCosts:
+    share, layers = _share(args, resolved), _home_layers(logical)
+    return resolved_costs(resolved, hardware, recompute=share, home_layers=layers)
+
+
+def _share(args: Any, resolved: ResolvedConfig) -> float:
+    """Of layers that the command line recomputes."""
     home = resolved.home.strategy
-    share = recomputed_share(
+    return recomputed_share(
         args.recompute_granularity,
         args.recompute_method,
         args.recompute_num_layers,
         layers_of_a_stage=resolved.shape.num_layers / (home.pp * home.vpp),
     )
-    home_layers = [list(stage) for stage in logical.home_layers]
-    return resolved_costs(resolved, hardware, recompute=share, home_layers=home_layers)
+
+
+def _home_layers(logical: LogicalModel) -> list[list[int]]:
+    return [list(stage) for stage in logical.home_layers]

@@ -10,19 +10,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from hotspa_megatron.config import SwitchConfig
 from hotspa_megatron.hooks import get_batch
-from hotspa_megatron.hooks.data import SegmentIterator, Step, StepLoader, padding_fraction
+from hotspa_megatron.hooks.data import SegmentIterator, Step, StepLoader
 from hotspa_megatron.hooks.model import (
     Guest,
     LogicalModel,
@@ -34,6 +32,7 @@ from hotspa_megatron.hooks.model import (
 )
 from hotspa_megatron.hooks.parallel_state import ParallelStates, random_state_of
 from hotspa_megatron.hooks.recompute import recomputing
+from hotspa_megatron.hooks.timeline import Timeline, Voyage
 from hotspa_megatron.planning.reshard_plan import ReshardPlan, plan_reshard
 from hotspa_megatron.planning.step_plan import Segment, StepPlanner
 from hotspa_megatron.planning.topology import Topology
@@ -70,14 +69,20 @@ class _Route:
     def move(self, source: Strategy, destination: Strategy, seconds: float) -> Move:
         return Move(str(source), str(destination), self.num_bytes, self.messages, seconds)
 
+    def voyage(
+        self, timeline: Timeline, kind: Literal["switch", "fold"], source: Strategy, destination: Strategy
+    ) -> Voyage:
+        return timeline.moving(kind, str(source), str(destination), size=self.num_bytes, messages=self.messages)
+
 
 @dataclass(frozen=True)
 class _Fetch:
-    """A guest's parameters under way. ``move``: what it has taken so far."""
+    """A guest's parameters under way to it, or its gradients from it. ``move``: what it has taken so far."""
 
     guest: Guest
     pending: PendingReshard
     move: Move
+    voyage: Voyage
 
 
 @dataclass
@@ -93,6 +98,7 @@ class StepRecord:
     segments: list[dict[str, Any]] = field(default_factory=list)
     losses: dict[str, tuple[float, float]] = field(default_factory=dict)
     plan_seconds: float = 0.0
+    timeline: Timeline = field(default_factory=Timeline)
 
 
 class StepRunner:
@@ -130,6 +136,7 @@ class StepRunner:
         self._switches: dict[tuple[Strategy | None, Strategy], _Route] = {}
         self._folds: dict[Strategy, _Route] = {}
         self._fetch: _Fetch | None = None
+        self._timeline = Timeline()
         self._fits: dict[tuple[Strategy, Strategy], bool | None] = {}
         self._parameter_dtype = _single_dtype("parameters", (p.dtype for p in self._parameters.values()))
         self._gradient_dtype = _single_dtype("gradients", (p.main_grad.dtype for p in self._parameters.values()))
@@ -139,17 +146,26 @@ class StepRunner:
     # ------------------------------------------------------------------------------------------------------- the step
 
     def run(
-        self, *, forward_step_func: Callable[..., Any], step: Step, loader: StepLoader, **options: Any
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        step: Step,
+        loader: StepLoader,
+        timeline: Timeline | None = None,
+        **options: Any,
     ) -> tuple[list[Any], StepRecord]:
         """Forward and backward of a whole step; gradients end at home, divided by the step's valid tokens.
 
-        ``options`` are those of Megatron's schedules. Returns what the training loop expects of a schedule (one loss
-        report on home's last pipeline stage, else none) and the record of the step.
+        ``timeline``: the step's, where it began before. ``options`` are those of Megatron's schedules. Returns what the
+        training loop expects of a schedule (one loss report on home's last pipeline stage, else none) and the record of
+        the step.
         """
-        if self._check_plans:
-            self._compare_plans(step)
-        self._sync_home_parameters(step)
-        record, tally = StepRecord(), _Tally()
+        self._timeline = timeline = timeline or Timeline()
+        record, tally = StepRecord(timeline=timeline), _Tally()
+        with timeline.span("wait", "for all ranks to agree on the step"):
+            if self._check_plans:
+                self._compare_plans(step)
+            self._sync_home_parameters(step)
         finalize = _config(self._model).finalize_model_grads_func
         try:
             folds = self._run_segments(forward_step_func, step, loader, record, tally, **options)
@@ -159,12 +175,17 @@ class StepRunner:
             for guest in self._guests.values():
                 guest.release_parameters()
                 guest.release_gradients()
-        totals = self._sum_reports(tally)
-        self._finish_home(finalize, options)
-        for pending, move in folds:
+        with timeline.span("wait", "for all ranks' losses"):
+            totals = self._sum_reports(tally)
+        with timeline.span("reduce", "home"):
+            self._finish_home(finalize, options)
+        for fold in folds:
             started = time.perf_counter()
-            pending.finish()
-            record.folds.append(dataclasses.replace(move, seconds=move.seconds + time.perf_counter() - started))
+            with fold.voyage.waiting():
+                fold.pending.finish()
+            fold.voyage.land()
+            seconds = fold.move.seconds + time.perf_counter() - started
+            record.folds.append(dataclasses.replace(fold.move, seconds=seconds))
         self._scale(totals.pop(_TOKENS)[1])
         record.losses = totals
         return self._report(totals), record
@@ -177,7 +198,7 @@ class StepRunner:
         record: StepRecord,
         tally: _Tally,
         **options: Any,
-    ) -> list[tuple[PendingReshard, Move]]:
+    ) -> list[_Fetch]:
         """Forward and backward of every segment in order; returns the folds under way."""
         home_config = _config(self._model)
         home_schedule = _HomeSchedule(self._model, step)
@@ -198,8 +219,10 @@ class StepRunner:
                     guest.materialise()
                 self._prefetch(guest, step.plan.segments[position + 1 :])
                 with self._segment(segment, position, guest.config, home_config):
-                    reports = self._schedule(forward_step_func, guest.model, iterator, tally, **options)
-                    self._finish_guest(guest)
+                    with self._timeline.span("segment", str(segment.strategy), position=position):
+                        reports = self._schedule(forward_step_func, guest.model, iterator, tally, **options)
+                    with self._timeline.span("reduce", str(segment.strategy)):
+                        self._finish_guest(guest)
                     tally.add(reports, self._reports_loss(segment.strategy))
                 folds.append(self._begin_fold(guest))
                 guest.release_gradients()
@@ -208,7 +231,8 @@ class StepRunner:
                 resident.release_parameters()
                 resident = None
             with home_schedule.accumulating(segment), self._segment(segment, position, home_config, home_config):
-                reports = self._schedule(forward_step_func, self._model, iterator, tally, **options)
+                with self._timeline.span("segment", str(segment.strategy), position=position):
+                    reports = self._schedule(forward_step_func, self._model, iterator, tally, **options)
                 tally.add(reports, self._reports_loss(segment.strategy))
         home_schedule.start_what_did_not_run()
         return folds
@@ -312,8 +336,10 @@ class StepRunner:
         fetch = self._fetch or self._begin_switch(resident, guest)
         assert fetch.guest is guest
         started = time.perf_counter()
-        guest.materialise()
-        fetch.pending.finish()
+        with fetch.voyage.waiting():
+            guest.materialise()
+            fetch.pending.finish()
+        fetch.voyage.land()
         self._fetch = None
         move = dataclasses.replace(fetch.move, seconds=fetch.move.seconds + time.perf_counter() - started)
         if (move.source, move.destination) not in self._seen_switches:
@@ -325,13 +351,16 @@ class StepRunner:
         """Start the move of parameters out of home and the resident guest, both of which must stay until it is finished."""
         started = time.perf_counter()
         route = self._switch_route(resident.state.strategy if resident else None, guest.state.strategy)
-        guest.materialise_parameters()
-        sources: list[dict[int, Any]] = [self._parameters]
-        if resident is not None:
-            sources.append(resident.parameters)
-        pending = route.reshard.begin(sources=sources, destination=guest.parameters)
         source = resident.state.strategy if resident else self._states.home.strategy
-        return _Fetch(guest, pending, route.move(source, guest.state.strategy, time.perf_counter() - started))
+        voyage = route.voyage(self._timeline, "switch", source, guest.state.strategy)
+        with voyage.waiting():
+            guest.materialise_parameters()
+            sources: list[dict[int, Any]] = [self._parameters]
+            if resident is not None:
+                sources.append(resident.parameters)
+            pending = route.reshard.begin(sources=sources, destination=guest.parameters)
+        voyage.arrival = pending.arrived
+        return _Fetch(guest, pending, route.move(source, guest.state.strategy, time.perf_counter() - started), voyage)
 
     def _prefetch(self, resident: Guest, later: Sequence[Segment]) -> None:
         """Start the next guest's switch beside the segment that comes first, where that is wanted and fits."""
@@ -364,30 +393,37 @@ class StepRunner:
         if (resident, guest) not in self._switches:
             sources = [self._layout] + ([self._guests[resident].layout] if resident else [])
             dtype = self._parameter_dtype
-            plan = plan_reshard(sources, self._guests[guest].layout, itemsize=dtype.itemsize, topology=self._topology)
-            self._switches[resident, guest] = self._route(plan, dtype, accumulate=False)
+            with self._timeline.span("plan", f"switch to {guest}"):
+                plan = plan_reshard(
+                    sources, self._guests[guest].layout, itemsize=dtype.itemsize, topology=self._topology
+                )
+                self._switches[resident, guest] = self._route(plan, dtype, accumulate=False)
         return self._switches[resident, guest]
 
-    def _begin_fold(self, guest: Guest) -> tuple[PendingReshard, Move]:
+    def _begin_fold(self, guest: Guest) -> _Fetch:
         """Send the guest's finished gradients to the ranks that own them at home; they are added after home's own."""
         started = time.perf_counter()
         route = self._fold_route(guest.state.strategy)
-        pending = route.reshard.begin(sources=[guest.gradients], destination=self._home_gradients())
         home = self._states.home.strategy
-        return pending, route.move(guest.state.strategy, home, time.perf_counter() - started)
+        voyage = route.voyage(self._timeline, "fold", guest.state.strategy, home)
+        with voyage.waiting():
+            pending = route.reshard.begin(sources=[guest.gradients], destination=self._home_gradients())
+        voyage.arrival = pending.arrived
+        return _Fetch(guest, pending, route.move(guest.state.strategy, home, time.perf_counter() - started), voyage)
 
     def _fold_route(self, guest: Strategy) -> _Route:
         if guest not in self._folds:
             dtype = self._gradient_dtype
             # What was added cannot be relayed: each addend goes straight to its owner.
-            plan = plan_reshard(
-                [self._guests[guest].layout],
-                self._owned,
-                itemsize=dtype.itemsize,
-                topology=self._topology,
-                two_phase=False,
-            )
-            self._folds[guest] = self._route(plan, dtype, accumulate=True)
+            with self._timeline.span("plan", f"fold from {guest}"):
+                plan = plan_reshard(
+                    [self._guests[guest].layout],
+                    self._owned,
+                    itemsize=dtype.itemsize,
+                    topology=self._topology,
+                    two_phase=False,
+                )
+                self._folds[guest] = self._route(plan, dtype, accumulate=True)
         return self._folds[guest]
 
     def _route(self, plan: ReshardPlan, dtype: torch.dtype, *, accumulate: bool) -> _Route:
@@ -634,33 +670,6 @@ def _describe(segment: Segment, step: Step) -> dict[str, Any]:
         "micro_batches": sum(len(batches) for batches in segment.micro_batches),
         "tokens": sum(step.plan.lengths[i] for i in ids),
     }
-
-
-class StepLog:
-    """Writes one JSON object per step to a file, on the rank that has it open."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
-
-    def write(self, iteration: int, step: Step, planner: StepPlanner, record: StepRecord, seconds: float) -> None:
-        total, tokens = next(iter(record.losses.values()), (0.0, 0.0))
-
-        def moved(move: Move) -> dict[str, Any]:
-            return {"from": move.source, "to": move.destination, "bytes": move.num_bytes, "messages": move.messages,
-                    "seconds": move.seconds}  # fmt: skip
-
-        entry = {
-            "iteration": iteration,
-            "loss": total / max(tokens, 1.0),
-            "tokens": int(tokens),
-            "padding_fraction": padding_fraction(step, planner),
-            "step_s": seconds,
-            "plan_s": record.plan_seconds,
-            "segments": record.segments,
-            "switches": [moved(move) for move in record.switches],
-            "folds": [moved(move) for move in record.folds],
-        }
-        self._file.write(json.dumps(entry) + "\n")
 
 
 def count_work(step: Step, states: ParallelStates, rank: int, update: Callable[[torch.Tensor], None]) -> None:

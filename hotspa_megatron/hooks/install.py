@@ -17,12 +17,13 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from hotspa_megatron import run_folder
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, Untested, load_config, resolve
 from hotspa_megatron.hooks import arguments, auto, compat, cpu, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
-from hotspa_megatron.hooks.costs import decide_costs
+from hotspa_megatron.hooks.costs import decide_costs, decide_estimator
 from hotspa_megatron.hooks.data import StepLoader
-from hotspa_megatron.hooks.forward_backward import StepLog, StepRecord, StepRunner, count_work
+from hotspa_megatron.hooks.forward_backward import StepRecord, StepRunner, count_work
 from hotspa_megatron.hooks.model import LogicalModel, build_guest, builder_for, read_home
 from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates, recording_groups
 from hotspa_megatron.hooks.patching import Patches
@@ -36,6 +37,9 @@ from hotspa_megatron.hooks.samples import (
     corpus_from,
     first_rank_of_every_group,
 )
+from hotspa_megatron.hooks.step_report import Estimates, LineFile, StepLog, StepReport
+from hotspa_megatron.hooks.timeline import Mark, Timeline
+from hotspa_megatron.hooks.trace import Trace
 from hotspa_megatron.planning.communicators import ASSUMPTION
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.step_plan import StepPlanner
@@ -67,6 +71,7 @@ def install() -> None:
         return
     compat.check_version()
     import megatron.training
+    from megatron.core import timers
     from megatron.training import arguments as megatron_arguments
     from megatron.training import initialize, training
 
@@ -86,6 +91,12 @@ def install() -> None:
     _patches.wrap(training, "train_step", _train_under_several_strategies)
     _patches.wrap(training, "train_step", log_every_rank)
     _patches.wrap(training, "dummy_train_step", _skip_one_step)
+    # What people see: our part of Megatron's line about an iteration, of its writers and of its timers.
+    _patches.wrap(training, "training_log", _log_steps)
+    _patches.wrap(training, "print_rank_last", _complete_line)
+    _patches.wrap(timers.Timers, "log", _show_timers)
+    _patches.wrap(timers.Timers, "write", _show_timers)
+    _patches.wrap(training, "train", _end_reports_after)
 
 
 def uninstall() -> None:
@@ -114,8 +125,9 @@ class Session:
         self.runner: StepRunner | None = None
         self.train_dataset: Any = None
         self.loader: StepLoader | None = None
-        path = os.environ.get(STEP_LOG_VARIABLE)
-        self.log = StepLog(Path(path)) if path and args.rank == 0 else None
+        self.folder = _run_folder(args, resolved.config.trace)
+        self.report: StepReport | None = None
+        self.trace: Trace | None = None
 
     @property
     def planner(self) -> StepPlanner:
@@ -143,7 +155,24 @@ class Session:
             check_plans=self.resolved.config.check_plans,
             log=_say,
         )
+        self.report = self._prepare_report(logical)
         return self.runner
+
+    def _prepare_report(self, logical: LogicalModel) -> StepReport:
+        make = decide_estimator(self.args, self.resolved, logical, self.topology, self.planner)
+        files = []
+        if self.args.rank == 0:
+            # Of a resumed job: what it logged before stays.
+            paths = [Path(path) for path in filter(None, [os.environ.get(STEP_LOG_VARIABLE)])]
+            paths += [] if self.folder is None else [self.folder / run_folder.STEPS]
+            files = [LineFile(path, _say_here) for path in paths]
+        self.trace = None if self.folder is None else Trace(self.folder, _say_here)
+        # Megatron's line and writers are the last rank's.
+        seen = bool(files) or self.args.rank == self.args.world_size - 1
+        return StepReport(
+            args=self.args, planner=self.planner, estimates=Estimates(make, _say_here) if seen else None,
+            log=StepLog(files), trace=None if self.trace is None else self.trace.add,
+        )  # fmt: skip
 
     def _plan_by_costs(self, logical: LogicalModel) -> StepPlanner:
         costs, source = decide_costs(self.args, self.resolved, logical, self.topology)
@@ -163,6 +192,12 @@ def _say(line: str) -> None:
     from megatron.training.utils import print_rank_0
 
     print_rank_0(f"hotspa: {line}")
+
+
+def _say_here(line: str) -> None:
+    """On the rank that knows it."""
+    rank = os.environ.get("RANK", "0")
+    sys.stderr.write(f"hotspa: {'' if rank == '0' else f'rank {rank}: '}{line}\n")
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -304,6 +339,18 @@ def _check_transport(config: HotSPaConfig, args: Any) -> None:
         line = config.switch.line_of("transport")
         problem = "nccl needs CUDA devices and --distributed-backend nccl; write auto or gloo"
         raise config_error(config.path, line, "switch.transport", problem)
+
+
+def _run_folder(args: Any, trace: str | None) -> Path | None:
+    """Where the file's ``trace`` lies: below --save, else below where the job was started. ValueError where it cannot."""
+    if trace is None:
+        return None
+    folder = run_folder.folder_inside(auto.Job.of(args).folder, trace)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"trace: {folder} cannot be made ({error.strerror}); name another folder") from None
+    return folder
 
 
 def _transport(name: str) -> BatchedTransport:
@@ -503,38 +550,41 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
             return original(*positional, **options)
         runner, loader, states = session.runner, session.loader, session.states
         assert runner is not None and loader is not None and states is not None
+        report = session.report
+        assert report is not None
         bound = signature.bind(*positional, **options)
         get_batch.serve(bound.arguments["forward_step_func"], _patches, adapter=session.resolved.config.get_batch)
-        done: list[tuple[Any, StepRecord]] = []
+        done: list[tuple[Any, StepRecord, Mark]] = []
 
         def forward_backward(*, forward_step_func: Any, data_iterator: Any, **schedule_options: Any) -> Any:
-            began = time.perf_counter()
-            # One iterator per chunk of a pipeline with virtual stages: all say the same.
-            iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
-            batches = [next(iterator) for iterator in iterators]
-            try:
-                step = loader.step(batches[0])
-            except ValueError as error:  # what a sample is, every rank finds alike
-                _refuse(error)
+            timeline, began = Timeline(), time.perf_counter()
+            with timeline.span("plan", "this step"):
+                # One iterator per chunk of a pipeline with virtual stages: all say the same.
+                iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+                batches = [next(iterator) for iterator in iterators]
+                try:
+                    step = loader.step(batches[0])
+                except ValueError as error:  # what a sample is, every rank finds alike
+                    _refuse(error)
             planned = time.perf_counter()
+            report.begin(step.plan)
             reports, record = runner.run(
-                forward_step_func=forward_step_func, step=step, loader=loader,
+                forward_step_func=forward_step_func, step=step, loader=loader, timeline=timeline,
                 force_all_reduce=schedule_options.get("force_all_reduce", False),
             )  # fmt: skip
             record.plan_seconds = planned - began
-            done[:] = [(step, record)]
+            done[:] = [(step, record, Mark())]
             return reports
 
         bound.arguments["forward_backward_func"] = forward_backward
         started = time.perf_counter()
         result = original(*bound.args, **bound.kwargs)
         if done:
-            step, record = done[0]
+            step, record, finished = done[0]
+            record.timeline.took("optimizer", "optimizer", finished)
+            seconds = time.perf_counter() - started
             _count_work(step, states)
-            if session.log is not None:
-                session.log.write(
-                    session.args.curr_iteration + 1, step, session.planner, record, time.perf_counter() - started
-                )
+            report.end(session.args.curr_iteration + 1, step, record, seconds)
         return result
 
     return train_step
@@ -562,3 +612,66 @@ def _skip_one_step(original: Callable[..., Any]) -> Callable[..., Any]:
                 next(iterator)
 
     return dummy_train_step
+
+
+# ---------------------------------------------------------------------------------------------------- what people see
+
+
+def _log_steps(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*positional: Any, **options: Any) -> Any:
+        report = None if _session is None else _session.report
+        if report is None:
+            return original(*positional, **options)
+        bound = signature.bind(*positional, **options).arguments
+        return report.during_log(
+            bound["iteration"],
+            first=bound.get("is_first_iteration", False),
+            log=functools.partial(original, *positional, **options),
+        )
+
+    return training_log
+
+
+def _complete_line(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def print_rank_last(message: Any) -> Any:
+        report = None if _session is None else _session.report
+        return original(message if report is None else report.complete(message))
+
+    return print_rank_last
+
+
+def _show_timers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def show(self: Any, names: Any, *rest: Any, **options: Any) -> Any:
+        report = None if _session is None else _session.report
+        return original(self, names if report is None else report.more_timers(names), *rest, **options)
+
+    return show
+
+
+def _end_reports_after(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(*positional: Any, **options: Any) -> Any:
+        ended = False
+        try:
+            result = original(*positional, **options)
+            ended = True
+            return result
+        except SystemExit:  # Megatron's own way out, on all ranks: --exit-interval and its like
+            ended = True
+            raise
+        finally:
+            session = _session
+            if session is not None and session.report is not None:
+                session.report.close()
+                if session.trace is not None:
+                    session.trace.close()
+                    if ended:
+                        dist.barrier()
+                        session.trace.merge()
+
+    return train

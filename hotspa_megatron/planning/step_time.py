@@ -65,14 +65,15 @@ def mean_time(times: Sequence[StepTime]) -> StepTime:
 class RunModel:
     """The length groups of a run on a modelled cluster: plans its steps as the real one does, and times them.
 
-    ``groups`` short to long, home last. Raises ValueError where a group's budget cannot hold its longest sequence.
+    ``groups`` short to long, home last; ``planner``: the run's own, where it has one. Raises ValueError where a group's
+    budget cannot hold its longest sequence.
     """
 
-    def __init__(self, model: CostModel, groups: Sequence[GroupChoice]) -> None:
+    def __init__(self, model: CostModel, groups: Sequence[GroupChoice], planner: StepPlanner | None = None) -> None:
         self.model = model
         self.groups = tuple(groups)
         self.home = groups[-1].execution.strategy
-        self.planner = StepPlanner(
+        self.planner = planner or StepPlanner(
             [self._length_group(choice, last=choice is groups[-1]) for choice in groups],
             step_costs(model, [choice.execution for choice in groups]),
         )
@@ -158,13 +159,46 @@ def resolved_costs(
     ``recompute``: the share of layers that the command line recomputes, where a strategy says nothing else.
     ``home_layers``: of each of home's stages, where they do not follow from the shape.
     """
+    model, groups = _resolved(resolved, hardware, recompute=recompute, home_layers=home_layers)
+    return step_costs(model, [choice.execution for choice in groups])
+
+
+class StepEstimator:
+    """Modelled times of a job's real steps: as they were planned, and as home alone would run them with its own packing.
+
+    ``planner``: the job's own; the others as for ``resolved_costs``.
+    """
+
+    def __init__(
+        self,
+        resolved: Any,
+        hardware: Hardware,
+        planner: StepPlanner,
+        *,
+        recompute: float,
+        home_layers: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        model, groups = _resolved(resolved, hardware, recompute=recompute, home_layers=home_layers)
+        self._planned = RunModel(model, groups, planner)
+        self._static = RunModel(model, groups[-1:])
+
+    def times(self, plan: StepPlan) -> tuple[StepTime, StepTime]:
+        """(as planned, static), for a plan of the job's planner."""
+        return self._planned.time(plan), self._static.step(np.array(plan.lengths, np.int64))
+
+
+def _resolved(
+    resolved: Any, hardware: Hardware, *, recompute: float, home_layers: Sequence[Sequence[int]] | None
+) -> tuple[CostModel, list[GroupChoice]]:
     shape, home = resolved.shape, resolved.home.strategy
-    executions = []
+    groups = []
     for each in (*resolved.strategies, resolved.home):
         layers = shape.num_layers / (each.strategy.pp * each.strategy.vpp)
         share = recompute if each.recompute is None else each.recompute.share(layers)
-        executions.append(Execution(strategy=each.strategy, recompute=share))
-    return step_costs(CostModel(shape, hardware, home.world_size, home=home, home_layers=home_layers), executions)
+        execution = Execution(strategy=each.strategy, recompute=share)
+        budget = each.tokens_per_microbatch
+        groups.append(GroupChoice(max_length=each.max_length, execution=execution, tokens_per_microbatch=budget))
+    return CostModel(shape, hardware, home.world_size, home=home, home_layers=home_layers), groups
 
 
 def step_costs(model: CostModel, executions: Sequence[Execution]) -> StepCosts:

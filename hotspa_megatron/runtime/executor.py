@@ -144,6 +144,11 @@ class PendingReshard:
         """Memory that the move takes beside its sources and its destination."""
         return resident_bytes(self._binding.buffers)
 
+    @property
+    def arrived(self) -> torch.cuda.Event | None:
+        """When the destination's values are there, or the addends; None where the move is not queued whole on a device."""
+        return self._arrived
+
     @torch.no_grad()
     def finish(self) -> None:
         """Complete the destination; on CUDA, for the current stream. RuntimeError when called twice."""
@@ -182,7 +187,7 @@ class PendingReshard:
             batch.unpacks.copy()
             self._start()
         if self._binding.device.type == "cuda":
-            self._arrived = torch.cuda.current_stream().record_event()
+            self._arrived = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

@@ -1,0 +1,312 @@
+"""What people see of a job under the flag: Megatron's line, writers and timers, and the folder that ``trace`` names."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from hotspa_megatron import run_folder
+from hotspa_megatron.cli.main import main
+from hotspa_megatron.hooks.step_report import Estimates, LineFile
+from hotspa_megatron.planning.step_plan import StepPlan
+from hotspa_megatron.strategy import Kind
+from tests.spawn import run_ranks
+from tests.training import SCRIPT, SHARDED, SP, Job, arguments, flag, import_megatron, train_on_this_rank
+
+CONFIG = """
+strategies:
+  - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
+  - {max_length: 64, tp: 2, tokens_per_microbatch: 192}
+trace: watched
+"""
+RANKS, STEPS, INTERVAL, TRACED = 2, 5, 2, 3
+
+
+class Scalar(NamedTuple):
+    """What a writer was given."""
+
+    name: str
+    value: float
+    iteration: int
+
+
+class Recorder:
+    """Stands for a TensorBoard writer and for the wandb module."""
+
+    def __init__(self) -> None:
+        self.scalars: list[Scalar] = []
+        self.logged: list[Scalar] = []
+        self.config: dict[str, Any] = {}
+
+    def add_scalar(self, name: str, value: Any, iteration: int) -> None:
+        self.scalars.append(Scalar(name, float(value), iteration))
+
+    def log(self, values: dict[str, Any], iteration: int) -> None:
+        self.logged += [Scalar(name, float(value), iteration) for name, value in values.items()]
+
+    def flush(self) -> None: ...
+
+    close = finish = flush
+
+
+class Seen(NamedTuple):
+    """Of one rank: what it printed, and what its writer got."""
+
+    output: str
+    writer: Recorder
+
+
+def _watch(rank: int, world: int, job: Job, argv: list[str], folder: Path) -> Seen:
+    from megatron.core import timers
+    from megatron.training import training
+
+    os.chdir(folder)  # where ``trace`` lies without --save
+    writer = Recorder()
+    timers.SummaryWriter, timers.wandb = Recorder, writer  # the tests need neither package
+    if rank == world - 1:
+        training.get_tensorboard_writer = training.get_wandb_writer = lambda: writer
+    run_folder.TRACED_STEPS = TRACED  # type: ignore[misc]
+    return Seen(train_on_this_rank(rank, world, job, argv).output, writer)
+
+
+def _run(folder: Path, config: str | None, *more: str, ranks: int, **options: Any) -> list[Seen]:
+    line = arguments(SHARDED, *more, "--log-interval", str(INTERVAL), iterations=STEPS, **options)
+    job = Job(line, config, ranks=ranks)
+    argv = [str(SCRIPT), *job.arguments, *flag(config)]
+    return run_ranks(_watch, ranks, job, argv, folder, timeout=200, prepare=import_megatron, init_process_group=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def watched(folder: Path) -> list[Seen]:
+    """One job, of which the tests here look at this and that."""
+    return _run(folder, CONFIG, SP, "--timing-log-level", "1", "--log-timers-to-tensorboard", tp=2, ranks=RANKS)
+
+
+@pytest.fixture(scope="module")
+def steps(watched: list[Seen], folder: Path) -> list[run_folder.StepEntry]:
+    return run_folder.read_steps(folder / "watched" / run_folder.STEPS)
+
+
+def _lines(output: str) -> dict[int, str]:
+    """Megatron's own lines by iteration."""
+    return {int(found[1]): found[0] for found in re.finditer(r"^ \[.*\] iteration +(\d+)/.*$", output, re.M)}
+
+
+def _values(line: str) -> dict[str, float]:
+    """What follows ours in a line, without what marks a bound."""
+    pairs = re.findall(r" ([^:|]+): [<>]?=?(\S+) \|", line.split("| hotspa")[1])
+    return {name: float(value) for name, value in pairs}
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+def test_the_log_has_every_step_as_it_ran(steps: list[run_folder.StepEntry], watched: list[Seen]) -> None:
+    assert [step.iteration for step in steps] == list(range(1, STEPS + 1))
+    for step in steps:
+        assert [each.kind for each in step.segments] == ["guest", "sibling", "home"]
+        assert sum(count for count, _ in step.lengths.values()) == sum(each.sequences for each in step.segments)
+        assert sum(tokens for _, tokens in step.lengths.values()) == sum(each.tokens for each in step.segments)
+        (switch,), (fold,) = step.switches, step.folds
+        assert (switch.source, switch.destination) == (fold.destination, fold.source)
+        assert switch.num_bytes > 0 and 0 < switch.waited <= switch.seconds
+        # What was counted is a part of the step, and most of it.
+        parts = [each.seconds for each in step.segments] + [move.waited for move in (switch, fold)]
+        parts += [step.plan_s, step.reduce_s, step.wait_s, step.optimizer_s]
+        assert min(parts) > 0 and sum(parts) <= step.step_s
+        assert step.modelled_s is not None and step.static_modelled_s is not None
+        assert 0 < step.static_modelled_s != step.modelled_s > 0
+    # A guest of tp1 on two ranks has both halves everywhere: in fp32, each rank receives what it lacks.
+    assert len({step.switches[0].num_bytes for step in steps}) == 1
+
+
+def test_megatrons_line_ends_with_means_over_its_interval(
+    watched: list[Seen], steps: list[run_folder.StepEntry]
+) -> None:
+    lines = _lines(watched[-1].output)
+    assert list(lines) == [1, 2, 4]  # every second one, and the first
+    assert watched[-1].output.count("| hotspa") == len(lines) and "| hotspa" not in watched[0].output
+    # As Megatron does with the loss, the first line leaves its step to the second.
+    for iteration, own in ((1, steps[:1]), (2, steps[:2]), (4, steps[2:4])):
+        values = _values(lines[iteration])
+        tokens = sum(tokens for step in own for _, tokens in step.lengths.values())
+        assert values["segments"] == 3
+        assert values["tokens"] == pytest.approx(tokens / len(own), abs=0.51)
+        size = statistics.fmean(step.switches[0].num_bytes for step in own)
+        assert values["switch (GB)"] == pytest.approx(size / 1e9, rel=0.01)
+        assert values["switch (GB/s)"] == pytest.approx(values["switch (GB)"] / values["switch (ms)"] * 1e3, rel=0.02)
+        computed = sum(step.tokens / (1 - step.padding_fraction) for step in own)
+        assert values["padding (%)"] == pytest.approx(100 * (1 - tokens / computed), rel=0.01)
+        assert values["modelled static (ms)"] == pytest.approx(1e3 * statistics.fmean(
+            step.static_modelled_s or 0 for step in own), rel=0.06)  # fmt: skip
+        assert 0 <= values["hidden (%)"] < 100 and values["gain over modelled static"] > 0
+
+
+def test_writers_get_every_steps_figures(watched: list[Seen], steps: list[run_folder.StepEntry]) -> None:
+    assert not watched[0].writer.scalars
+    writer = watched[-1].writer
+    by_name: dict[str, dict[int, float]] = {}
+    for each in writer.scalars:
+        if each.name.startswith("hotspa/"):
+            by_name.setdefault(each.name, {})[each.iteration] = each.value
+    assert set(by_name) == {f"hotspa/{name}" for name in (
+        "segments", "tokens", "padding-percent", "switch-ms", "switch-GB", "switch-GB-per-s", "fold-ms", "fold-GB",
+        "hidden-percent", "modelled-ms", "modelled-static-ms", "gain-over-modelled-static")}  # fmt: skip
+    for step in steps:
+        assert by_name["hotspa/switch-GB"][step.iteration] == step.switches[0].num_bytes / 1e9
+        assert by_name["hotspa/padding-percent"][step.iteration] == pytest.approx(100 * step.padding_fraction)
+    assert {each for each in writer.logged if each.name.startswith("hotspa/")} == {
+        each for each in writer.scalars if each.name.startswith("hotspa/")
+    }
+
+
+def test_timers_show_ours_beside_megatrons(watched: list[Seen]) -> None:
+    output, writer = watched[-1].output, watched[-1].writer
+    for name in ("hotspa-plan", "hotspa-switch", "hotspa-fold", *(f"hotspa-{kind}-segments" for kind in Kind)):
+        assert len(re.findall(rf"^ +{name} \.+: \(\d+\.\d+, \d+\.\d+\)$", output, re.M)) == 3
+        assert [each.iteration for each in writer.scalars if each.name == f"{name}-time"][::2] == [1, 2, 4]
+    shown = [float(value) for value in re.findall(r"hotspa-home-segments \.+: \(\d+\.\d+, (\d+\.\d+)\)", output)]
+    whole = [float(value) for value in re.findall(r"forward-backward \.+: \(\d+\.\d+, (\d+\.\d+)\)", output)]
+    assert len(shown) == len(whole) == 3 and all(part < all_of_it for part, all_of_it in zip(shown, whole, strict=True))
+
+
+def test_without_the_flag_nothing_is_added(tmp_path: Path) -> None:
+    (seen,) = _run(tmp_path, None, "--timing-log-level", "1", "--log-timers-to-tensorboard", ranks=1)
+    assert list(_lines(seen.output)) == [1, 2, 4]
+    assert "hotspa-" not in seen.output and "| hotspa" not in seen.output
+    assert seen.writer.scalars and not any("hotspa" in each.name for each in seen.writer.scalars + seen.writer.logged)
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------------------- timeline
+
+
+def problems(events: Sequence[dict[str, Any]]) -> list[str]:
+    """What a viewer of the trace event format would stumble over: fields, pairs, and slices of a thread that cross."""
+    found = []
+    open_moves: dict[tuple[Any, ...], float] = {}
+    slices: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    named = {each["pid"] for each in events if each.get("name") == "process_name"}
+    for each in events:
+        kind = each.get("ph")
+        whole = all(isinstance(each.get(key), int) for key in ("pid", "tid")) and isinstance(each.get("name"), str)
+        if not whole or kind not in ("M", "X", "b", "e"):
+            found.append(f"not an event: {each}")
+            continue
+        if kind == "M":
+            continue
+        if each["pid"] not in named or not isinstance(each.get("ts"), float) or each["ts"] < 0:
+            found.append(f"no place: {each}")
+            continue
+        if kind == "X":
+            if not isinstance(each.get("dur"), float) or each["dur"] < 0:
+                found.append(f"no duration: {each}")
+                continue
+            slices.setdefault((each["pid"], each["tid"]), []).append((each["ts"], each["ts"] + each["dur"]))
+            continue
+        key = (each["cat"], each["id"], each["pid"], each["name"])
+        if kind == "b":
+            open_moves[key] = each["ts"]
+        elif open_moves.pop(key, math.inf) > each["ts"]:
+            found.append(f"ends before it begins: {each}")
+    found += [f"never ends: {key}" for key in open_moves]
+    for thread, own in slices.items():
+        inside: list[float] = []
+        for start, end in sorted(own, key=lambda piece: (piece[0], -piece[1])):
+            while inside and inside[-1] <= start:
+                inside.pop()
+            if inside and end > inside[-1] + 0.2:  # in tenths of microseconds
+                found.append(f"slices of {thread} cross at {start}")
+            inside.append(end)
+    return found
+
+
+@pytest.fixture(scope="module")
+def events(watched: list[Seen], folder: Path) -> list[dict[str, Any]]:
+    document = json.loads((folder / "watched" / run_folder.TIMELINE).read_text())
+    return list(document["traceEvents"])
+
+
+def test_the_timeline_is_what_viewers_expect(events: list[dict[str, Any]]) -> None:
+    assert problems(events) == []
+    # The check sees what would not be drawn, or drawn wrong.
+    slices = [index for index, each in enumerate(events) if each["ph"] == "X" and each["cat"] == "segment"]
+    last_move = max(index for index, each in enumerate(events) if each["ph"] == "e")
+    longer = {**events[slices[0]], "dur": 1e9}
+    for index, wrong in ((slices[0], {"ph": "X"}), (slices[0], longer), (last_move, None), (0, None)):
+        broken = [wrong if place == index else each for place, each in enumerate(events)]
+        assert problems([each for each in broken if each is not None]) != []
+
+
+def test_every_ranks_segments_switches_folds_and_waits_are_on_it(events: list[dict[str, Any]]) -> None:
+    names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
+    assert [names[rank].split(" (")[0] for rank in range(RANKS)] == ["rank 0", "rank 1"]
+    for rank in range(RANKS):
+        own = [each for each in events if each["pid"] == rank and each["ph"] in "Xb"]
+        counts = {kind: sum(each["cat"] == kind for each in own if each["ph"] == "X") for kind in ("step", "segment")}
+        assert counts == {"step": TRACED, "segment": 3 * TRACED}  # and not of the steps after those
+        assert {each["cat"] for each in own} == {
+            "step", "plan", "segment", "switch", "fold", "reduce", "wait", "optimizer"
+        }  # fmt: skip
+        moves = [each["name"] for each in own if each["ph"] == "b"]
+        assert moves == TRACED * [
+            "switch tp2-cp1-pp1-dp1 -> tp1-cp1-pp1-dp2",
+            "fold tp1-cp1-pp1-dp2 -> tp2-cp1-pp1-dp1",
+        ]
+
+
+def test_ranks_have_one_clock(events: list[dict[str, Any]]) -> None:
+    """A step of one rank overlaps the same step of the other, in which both exchange, and no other one."""
+    for number in range(1, TRACED + 1):
+        own = [each for each in events if each["name"] == f"step {number}"]
+        assert len(own) == RANKS
+        assert max(each["ts"] for each in own) < min(each["ts"] + each["dur"] for each in own)
+
+
+def test_the_runs_folder_is_all_that_the_report_needs(
+    watched: list[Seen], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(folder)]) == 0
+    assert "report.html: 5 steps" in capsys.readouterr().out
+    text = (folder / "watched" / "report.html").read_text()
+    assert "tp1-cp1-pp1-dp2 (guest)" in text and run_folder.TIMELINE in text
+
+
+# --------------------------------------------------------------------------------------------------------- what can fail
+
+
+def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
+    said: list[str] = []
+    file = LineFile(Path("/dev/full"), said.append)
+    for _ in range(3):
+        file.write("x\n")
+    assert said == ["/dev/full: No space left on device; nothing more is written there"]
+    (tmp_path / "file").write_text("")
+    LineFile(tmp_path / "file" / "a", said.append).write("x")
+    assert len(said) == 2 and "nothing more is written" in said[1]
+
+
+def test_a_model_that_fails_ends_the_estimates_and_nothing_else() -> None:
+    def make() -> Any:
+        raise KeyError("no such layout")
+
+    said: list[str] = []
+    estimates, plan = Estimates(make, said.append), StepPlan(lengths=(), segments=())
+    for _ in range(3):
+        estimates.begin(plan)
+        assert estimates.take() is None
+    estimates.close()
+    assert said == ["steps are not estimated any more: KeyError: 'no such layout'"]
