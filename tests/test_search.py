@@ -144,6 +144,14 @@ def test_the_programme_finds_what_trying_everything_finds() -> None:
             assert solution.seconds - ends == pytest.approx(best)
 
 
+def test_a_step_of_few_tokens_leaves_room_for_its_longest_sequence() -> None:
+    shape = replace(SEVEN, seq_length=256)
+    planned = plan_strategies(
+        LengthHistogram.of([40, 256]), shape=shape, hardware=A800, world_size=8, sequences_per_step=4
+    )
+    assert all(choice.tokens_per_microbatch >= choice.max_length for choice in planned.groups)
+
+
 def test_a_given_home_is_kept_and_is_the_baseline() -> None:
     home = Strategy.from_world(16, tp=4, cp=1, pp=2)
     batches = [WIKIPEDIA.limited(32768).sample(256, seed=0)]

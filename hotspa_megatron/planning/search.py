@@ -325,7 +325,7 @@ class _Search:
     def _cap(self, capacity: int) -> int:
         """A budget no larger than all that a step could put into one micro-batch."""
         most = max(int(self._sums.tokens[:, 0, -1].max()) * 2, self._longest * 2)
-        return capacity if capacity <= most else most // 4096 * 4096
+        return capacity if capacity <= most else min(capacity, max(1, most // 4096) * 4096)
 
     # -------------------------------------------------------------------------------------------------------- exact times
 
