@@ -201,7 +201,7 @@ class Cluster:
     def _until(self, reached: Callable[[], bool], what: str, limit_s: float, log: Path | None = None) -> None:
         deadline = time.monotonic() + limit_s
         while not reached():
-            dead = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
+            dead = [str(daemon.args) for daemon in self._daemons if daemon.poll() is not None]
             assert not dead, f"{dead[0]} has ended\n{_tail(*sorted(self.folder.glob('*.log')))}"
             assert time.monotonic() < deadline, (
                 f"waited {limit_s:.0f} s for {what}\n{_tail(log)}\n{self._client('squeue', '--long').stdout}"

@@ -173,3 +173,16 @@ def test_nodes_are_measured_and_then_planned_for(slurm: Cluster, tmp_path: Path)
     slurm.wait(job, "COMPLETED", limit_s=400, log=output)
     assert "2 ranks, 1 per node, measured by hotspa profile" in profile.read_text()
     assert load_config(plan) and "for 2 ranks of" in plan.read_text()
+
+
+def test_a_job_is_verified_before_it_trains(slurm: Cluster, tmp_path: Path) -> None:
+    output, logs = tmp_path / "job.out", tmp_path / "logs"
+    job = slurm.submit(
+        f"--chdir={REPOSITORY}", "--nodes=2", "--ntasks-per-node=2", f"--output={output}",
+        str(REPOSITORY / "scripts/slurm/verify.sbatch"), *line(), *flag(CONFIG),
+        environment={
+            **ON_CPU, "PYTHON": sys.executable, "SCRIPT": str(SCRIPT), "PYTHONPATH": str(REPOSITORY), "LOGS": str(logs),
+        },
+    )  # fmt: skip
+    slurm.wait(job, "COMPLETED", limit_s=400, log=output)
+    assert "PASS: config: the same training as under one strategy" in output.read_text()
