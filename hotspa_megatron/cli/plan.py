@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 from hotspa_megatron.cli import described_run, tables
 from hotspa_megatron.cli.charts import save_bars
 from hotspa_megatron.cli.described_run import DescribedRun
+from hotspa_megatron.cli.hotspa_table import HotSPaTable
 from hotspa_megatron.config import load_config, resolve
 from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning import plan_file
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES, Execution, Recompute
 from hotspa_megatron.planning.plan_file import kind_of, recompute_of
 from hotspa_megatron.planning.search import PlannedRun, plan_strategies
+from hotspa_megatron.strategy import Strategy
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -61,6 +63,12 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
     parser.add_argument("--keep-home", action="store_true", help="keep the command line's parallel sizes")
     parser.add_argument("--max-tp", metavar="N", help="largest tp (default: the GPUs of a node)")
     parser.add_argument("--max-cp", metavar="N", help="largest cp; 1 where context parallelism is not available")
+    parser.add_argument(
+        "--table",
+        nargs=2,
+        metavar=("SIZES", "STRATEGIES"),
+        help="choose nothing: write HotSPa's table, as '32768 16384 4096 0' '1,4,2 8,1,1 2,2,2' (dp,tp,pp)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; seconds, bytes, tokens")
     parser.add_argument("--plot", metavar="FILE", help="draw step time and memory to FILE; needs matplotlib")
     parser.set_defaults(run=run)
@@ -72,6 +80,9 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     if path.exists() and not arguments.force:
         raise ValueError(f"--output: {path} is there already; give another name, or --force")
     described = described_run.read_run(arguments, megatron_arguments)
+    if arguments.table:
+        _write_table(arguments, described, path)
+        return
     planned = plan_strategies(
         described.histogram,
         shape=described.shape,
@@ -86,17 +97,39 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         optimizer_bytes=described.optimizer_bytes,
     )
     text = as_yaml(planned, described)
-    _check(text, planned, described)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"--output: {path}: {error.strerror}") from None
+    _check(text, planned.home.execution.strategy, described)
+    _write(path, text)
     if arguments.plot:
         _plot(arguments.plot, planned)
     if arguments.json:
         print(json.dumps(_described(planned, described, path), indent=2))
     else:
         _print(planned, described, path)
+
+
+def _write_table(arguments: argparse.Namespace, described: DescribedRun, path: Path) -> None:
+    """A table of HotSPa's as a file of ours, held against the model that it is for."""
+    sizes, triples = arguments.table
+    table = HotSPaTable.read(sizes, triples, world_size=described.world_size)
+    if table.longest != described.shape.seq_length:
+        raise ValueError(
+            f"--table: its longest sequences are of {table.longest} tokens, but --seq-length is {described.shape.seq_length}; "
+            f"give Megatron --seq-length {table.longest}"
+        )
+    _check(table.as_yaml(), table.home, described)
+    _write(path, table.as_yaml())
+    flags = described_run.home_flags(table.home)
+    refused = [row.line for row in conflicts(described.arguments)]
+    if arguments.json:
+        entries = [{"max_length": longest, "strategy": str(each)} for longest, each in table.entries]
+        said = {"output": str(path), "home": str(table.home), "megatron_flags": flags, "groups": entries}
+        print(json.dumps({**said, "conflicts": refused}, indent=2))
+        return
+    console = tables.console()
+    tables.say(console, f"Home is {table.home}. Give Megatron: {' '.join(flags)}")
+    for line in refused:
+        tables.say(console, f"A job with these arguments would not start: {line}")
+    tables.say(console, f"Wrote {path}.")
 
 
 def as_yaml(planned: PlannedRun, described: DescribedRun) -> str:
@@ -121,9 +154,15 @@ def _flags(home: Execution, described: DescribedRun) -> list[str]:
     return flags
 
 
-def _check(text: str, planned: PlannedRun, described: DescribedRun) -> None:
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--output: {path}: {error.strerror}") from None
+
+
+def _check(text: str, home: Strategy, described: DescribedRun) -> None:
     """Hold the file against the reader that will read it, before it is written where it was asked for."""
-    home = planned.home.execution.strategy
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "hotspa.yaml"
         path.write_text(text, encoding="utf-8")

@@ -37,9 +37,12 @@ def arguments_of_script(path: str | Path) -> list[str]:
     path = Path(path)
     try:
         with path.open("rb") as file:
-            text = file.read(_LARGEST_BYTES).decode("utf-8", "replace")
+            data = file.read(_LARGEST_BYTES + 1)
     except OSError as error:
         raise ValueError(f"--from-script: {path}: {error.strerror}") from None
+    if len(data) > _LARGEST_BYTES:
+        raise ValueError(f"--from-script: {path}: is larger than {_LARGEST_BYTES} bytes; is it a script?")
+    text = data.decode("utf-8", "replace")
     values: Values = {}
     found: list[str] | None = None
     for number, line, certain in _followed(text, values):
@@ -137,14 +140,14 @@ def _started(line: str, values: Mapping[str, list[str]], where: str) -> list[str
         return None
     words: list[tuple[str, bool]] = []  # and whether it is expanded
     for word in raw:
+        if " " in word:  # `bash -c "..."` holds a command of its own
+            inner = _VARIABLE.sub(lambda match: _known(match, values, where), word)
+            words += [(part, True) for part in (_words(inner, where) if ".py " in inner else [inner])]
+            continue
         try:
-            expanded = _expanded(word, values, where)
+            words += [(each, True) for each in _expanded(word, values, where)]
         except ValueError:
             words.append((word, False))
-        else:
-            # `bash -c "..."` holds a command of its own.
-            parts = [part for each in expanded for part in (_words(each, where) if ".py " in each else [each])]
-            words += [(part, True) for part in parts]
     scripts = [index for index, (word, _) in enumerate(words) if _SCRIPT.fullmatch(word)]
     if not scripts:
         return None
