@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -402,12 +403,14 @@ def test_doctor_names_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 512))
     few = findings()["open files"]
     assert few.state == "problem" and "ulimit -n 512" in few.fix
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: _Usage())
-    assert findings()["/dev/shm"].state == "problem"
 
 
-class _Usage:
-    total = 64 << 20
+@pytest.mark.parametrize(("mebibytes", "state"), [(32, "problem"), (64, "problem"), (8192, "ok")])
+def test_doctor_knows_a_containers_shared_memory(monkeypatch: pytest.MonkeyPatch, mebibytes: int, state: str) -> None:
+    usage = SimpleNamespace(total=mebibytes << 20)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
+    found = findings()["/dev/shm"]
+    assert found.state == state and ("--shm-size" in found.fix) == (state == "problem")
 
 
 def test_doctor_looks_at_megatrons_flags() -> None:

@@ -292,7 +292,8 @@ def _record(run: Run, patches: Patches) -> None:
     def training_log(losses: dict[str, Any], *rest: Any, **options: Any) -> Any:
         iteration, grad_norm = rest[2], rest[6]
         loss = float(losses["lm loss"]) if losses else float("nan")
-        run.iterations.append(Iteration(iteration, loss, float(grad_norm), get_args().consumed_train_samples))
+        norm = float("nan" if grad_norm is None else grad_norm)  # of a skipped step there is none
+        run.iterations.append(Iteration(iteration, loss, norm, get_args().consumed_train_samples))
         return log(losses, *rest, **options)
 
     def evaluate_and_note(*args: Any, **options: Any) -> Any:

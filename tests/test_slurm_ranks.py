@@ -1,0 +1,68 @@
+"""Under Slurm rank 0 is on the first node of the job's own list, wherever the job was submitted, and every node knows its place.
+
+With scontrol and srun replaced by scripts that say what they are given: no Slurm is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.spawn import REPOSITORY
+
+FOLDER = REPOSITORY / "scripts" / "slurm"
+LISTS = {"n[01-02]": "n01 n02", "a[1,3-4],b7": "a1 a3 a4 b7", "solo": "solo"}
+SCONTROL = (
+    '#!/bin/sh\ncase "$3" in\n'
+    + "".join(f"'{given}') printf '%s\\n' {nodes} ;;\n" for given, nodes in LISTS.items())
+    + "*) exit 1 ;;\nesac\n"
+)
+SRUN = '#!/bin/sh\n{ env; echo "== $*"; } > "$SAID"\n'
+
+
+def started(tmp_path: Path, nodes: str, **variables: str) -> tuple[dict[str, str], str]:
+    """The environment and the arguments that srun is given by a job on these nodes."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("scancel", "#!/bin/sh\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURM_NNODES": str(len(LISTS[nodes].split())),
+        "SLURM_CPUS_ON_NODE": "16", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_SUBMIT_HOST": "login",
+        "RANKS_PER_NODE": "4", "PYTHON": sys.executable, "SCRIPT": str(REPOSITORY / "examples" / "pretrain_small.py"),
+        "CHECKPOINTS": str(tmp_path), "SAID": str(tmp_path / "said"), **variables,
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", FOLDER / "pretrain_gpt_hotspa.sbatch", "--hotspa-config", "x.yaml"],
+        env={**os.environ, **environment, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said, _, command = (tmp_path / "said").read_text().rpartition("== ")
+    return dict(line.split("=", 1) for line in said.splitlines() if "=" in line), command
+
+
+@pytest.mark.parametrize(("nodes", "first"), [("n[01-02]", "n01"), ("a[1,3-4],b7", "a1"), ("solo", "solo")])
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_rank_0_is_on_the_first_node_of_the_list(tmp_path: Path, nodes: str, first: str, launcher: str) -> None:
+    environment, command = started(tmp_path, nodes, LAUNCHER=launcher)
+    count = len(LISTS[nodes].split())
+    assert environment["MASTER_ADDR"] == first
+    tasks = (4 * count, 4) if launcher == "srun" else (count, 1)
+    assert f"--ntasks={tasks[0]} --ntasks-per-node={tasks[1]} " in command and "--distribution=block" in command
+    assert command.rstrip().count("hotspa_megatron.launch") == 1 and "--hotspa-config x.yaml" in command
+
+
+def test_four_tasks_of_one_device_are_four_ranks_of_a_node(tmp_path: Path) -> None:
+    _, command = started(tmp_path, "n[01-02]", RANKS_PER_NODE="", SLURM_NTASKS_PER_NODE="4")
+    assert "--ntasks=8 --ntasks-per-node=4 --cpus-per-task=4 " in command
+
+
+def test_a_requeued_job_takes_another_port_and_the_same_checkpoints(tmp_path: Path) -> None:
+    first, command = started(tmp_path, "n[01-02]")
+    again, after = started(tmp_path, "n[01-02]", SLURM_RESTART_COUNT="1")
+    assert first["MASTER_PORT"] != again["MASTER_PORT"] and first["MASTER_ADDR"] == again["MASTER_ADDR"]
+    assert after == command and f"--save {tmp_path} --load {tmp_path}" in command
