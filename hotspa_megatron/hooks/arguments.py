@@ -3,85 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Collection
 from typing import Any
 
+from hotspa_megatron.config import Untested
+from hotspa_megatron.hooks import flags
 from hotspa_megatron.hooks.conversations import BYTE_VOCABULARY
+from hotspa_megatron.hooks.flags import FLAG
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
-
-FLAG = "--hotspa-config"
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A Megatron flag that the step under several strategies cannot honour. ``reason`` says why and what to do."""
-
-    flag: str
-    asked: Callable[[Any], Any]
-    reason: str
-
-
-def _is_set(name: str) -> Callable[[Any], Any]:
-    return lambda args: getattr(args, name, None)
-
-
-def _above_one(name: str) -> Callable[[Any], Any]:
-    return lambda args: (getattr(args, name, None) or 1) > 1
-
-
-REFUSALS: tuple[Refusal, ...] = (
-    Refusal("--micro-batch-size", _above_one("micro_batch_size"), "must be 1: tokens_per_microbatch takes its place"),
-    Refusal("--microbatch-group-size-per-virtual-pipeline-stage",
-            lambda args: (getattr(args, "microbatch_group_size_per_vp_stage", None) or args.pipeline_model_parallel_size)
-            != args.pipeline_model_parallel_size,
-            "other than the pipeline size is not supported: replicas would need more micro-batches than they may have"),
-    Refusal("--num-experts", _is_set("num_experts"), "mixture-of-experts models are not supported yet"),
-    Refusal("--multi-latent-attention", _is_set("multi_latent_attention"), "is not supported yet"),
-    Refusal("--mtp-num-layers", _is_set("mtp_num_layers"), "multi-token prediction keeps one strategy's groups"),
-    Refusal("--heterogeneous-layers-config-path", _is_set("heterogeneous_layers_config_path"), "is not supported yet"),
-    Refusal("--fim-data", _is_set("fim_data"), "rewrites documents when it draws them, so lengths are unknown beforehand"),
-    Refusal("--dataloader-type", lambda args: getattr(args, "dataloader_type", None) == "external",
-            "external: the samples' lengths cannot be known; use single or cyclic"),
-    Refusal("--hybrid-context-parallel", _is_set("hybrid_context_parallel"), "chooses strategies itself; use one of both"),
-    Refusal("--hierarchical-context-parallel-sizes", _is_set("hierarchical_context_parallel_sizes"), "is not supported"),
-    Refusal("--use-tp-pp-dp-mapping", _is_set("use_tp_pp_dp_mapping"), "only Megatron's default rank order is supported"),
-    Refusal("--num-distributed-optimizer-instances", _above_one("num_distributed_optimizer_instances"),
-            "above 1 is not supported: a fold must find one owner of every gradient"),
-    Refusal("--use-megatron-fsdp", _is_set("use_megatron_fsdp"), "shards parameters in a layout of its own"),
-    Refusal("--use-torch-fsdp2", _is_set("use_torch_fsdp2"), "shards parameters in a layout of its own"),
-    Refusal("--overlap-param-gather-with-optimizer-step", _is_set("overlap_param_gather_with_optimizer_step"),
-            "is not supported; --overlap-param-gather is"),
-    Refusal("--ddp-average-in-collective", _is_set("ddp_average_in_collective"), "gradients are sums here, divided once"),
-    Refusal("--cuda-graph-impl", lambda args: getattr(args, "cuda_graph_impl", "none") not in (None, "none"),
-            "graphs have fixed shapes and groups"),
-    Refusal("--optimizer-cuda-graph", _is_set("optimizer_cuda_graph"), "graphs have fixed shapes"),
-    Refusal("--fp8-format", _is_set("fp8"), "scaling state belongs to one strategy's layout; not supported yet"),
-    Refusal("--fp4-format", _is_set("fp4"), "scaling state belongs to one strategy's layout; not supported yet"),
-    Refusal("--tp-comm-overlap", _is_set("tp_comm_overlap"), "its buffers have one fixed shape"),
-    Refusal("--use-precision-aware-optimizer", _is_set("use_precision_aware_optimizer"), "is not supported yet"),
-    Refusal("--defer-embedding-wgrad-compute", _is_set("defer_embedding_wgrad_compute"), "is not supported"),
-    Refusal("--delay-wgrad-compute", _is_set("delay_wgrad_compute"), "is not supported"),
-    Refusal("--decrease-batch-size-if-needed", _is_set("decrease_batch_size_if_needed"), "is not supported"),
-    # Before 0.18 it works; since then there is a schedule in its place, and Megatron passes over it.
-    Refusal("--rampup-batch-size",
-            lambda args: getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"),
-            "is ignored by this Megatron; write the ramp as --step-batch-size-schedule"),
-    Refusal("--phase-transition-iterations", _is_set("phase_transition_iterations"), "is not supported"),
-    Refusal("--perform-rl-step", _is_set("perform_rl_step"), "is not supported"),
-    Refusal("--inprocess-restart", _is_set("inprocess_restart"), "is not supported"),
-    Refusal("--yaml-cfg", _is_set("yaml_cfg"), "is not supported; give the same settings as flags"),
-    Refusal("--save-wgrads-interval", _is_set("save_wgrads_interval"), "saves gradients of home's segment alone"),
-    Refusal("--save-dgrads-interval", _is_set("save_dgrads_interval"), "sees home's modules alone"),
-    Refusal("--save-activations-interval", _is_set("save_activations_interval"), "sees home's modules alone"),
-    Refusal("--ddp-param-name-patterns-for-fp32-local-accumulation",
-            _is_set("ddp_param_name_patterns_for_fp32_local_accumulation"), "is not supported"),
-    Refusal("--spec", _is_set("spec"), "a layer specification of your own is not supported"),
-    Refusal("--gtp-weight-remat-size", _above_one("gtp_weight_remat_size"), "is not supported"),
-    Refusal("--lazy-mpu-init", _is_set("lazy_mpu_init"), "is not supported"),
-    Refusal("--fake-process-group", _is_set("fake_process_group"), "exchanges nothing between ranks"),
-)  # fmt: skip
 
 
 def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -96,11 +26,14 @@ def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def check_flags(args: Any) -> None:
-    """Raise ValueError, one line, for the first flag that cannot be honoured. Changes nothing."""
-    for refusal in REFUSALS:
-        if refusal.asked(args):
-            raise ValueError(f"{refusal.flag}: {refusal.reason} ({FLAG} is set)")
+def check_flags(args: Any, allowed: Collection[Untested] = ()) -> None:
+    """Raise ValueError, one line, for the first flag that cannot be honoured. Changes nothing.
+
+    ``allowed``: what the file lets run untested.
+    """
+    for refusal in flags.refusals():
+        if refusal.unless not in allowed and refusal.asked(args):
+            raise ValueError(refusal.line)
 
 
 def check_megatron_samples(args: Any) -> None:
