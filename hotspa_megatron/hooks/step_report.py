@@ -6,6 +6,7 @@ least and the most over ranks), so nothing here needs another rank. Nothing here
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -237,6 +238,8 @@ class LineFile:
             self._file.write(text)
             self._file.flush()
         except OSError as error:
+            with contextlib.suppress(OSError):  # what is left cannot be written either
+                self._file.close()
             self._file = None
             self._complain(error)
 
