@@ -24,7 +24,7 @@ from tests.training import SCRIPT, SP, Job, arguments, corpus, flag, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
-NODES, RANKS_PER_NODE, ITERATIONS = 4, 2, 40
+NODES, RANKS_PER_NODE, ITERATIONS = 4, 2, 90
 CONFIG = """
 strategies:
   - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
@@ -126,9 +126,9 @@ def test_preempted_it_saves_and_goes_on_with_the_unbroken_runs_losses(slurm: Clu
 def test_at_its_time_limit_it_saves_and_goes_on_with_the_unbroken_runs_losses(slurm: Cluster, tmp_path: Path) -> None:
     """By torchrun, with static node ranks."""
     training = Training(slurm, tmp_path, LAUNCHER="torchrun")
-    training.wait_for_steps(4)
-    # The signal is due 5 minutes before the end: now.
-    slurm.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=6")
+    training.wait("RUNNING")
+    # The signal is due 5 minutes before the end, and Slurm looks every half minute: soon.
+    slurm.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=5")
     training.wait("PENDING")
     slurm.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=30")
     training.wait("COMPLETED")
@@ -165,7 +165,7 @@ def test_nodes_are_measured_and_then_planned_for(slurm: Cluster, tmp_path: Path)
     output, plan, profile = tmp_path / "job.out", tmp_path / "hotspa.yaml", tmp_path / "cluster.yaml"
     job = slurm.submit(
         f"--chdir={REPOSITORY}", "--nodes=2", "--ntasks-per-node=1", f"--output={output}",
-        str(REPOSITORY / "scripts/slurm/plan.sbatch"), "--corpus", str(corpus()), "--", *line(),
+        str(REPOSITORY / "scripts/slurm/plan.sbatch"), "--corpus", str(corpus()), "--", *arguments(tp=2),
         environment={
             **ON_CPU, "PYTHON": sys.executable, "PYTHONPATH": str(REPOSITORY), "PROFILE": str(profile), "PLAN": str(plan)
         },
