@@ -86,7 +86,7 @@ def clock_offsets(hosts: Sequence[str], seen: Sequence[Sequence[float]]) -> list
 
 def header_events(rank: int, *, name: str, start: str) -> list[Event]:
     """What a timeline says of a rank; ``start`` tells one start of the job from another."""
-    process = {"ph": "M", "pid": rank, "tid": 0}
+    process = {"ph": "M", **_place(rank)}
     return [
         {**process, "name": "process_name", "args": {"name": name}},
         {**process, "name": "process_labels", "args": {"labels": start}},
@@ -99,7 +99,7 @@ def complete_event(
     rank: int, name: str, category: str, *, at: float, seconds: float, details: Mapping[str, Any]
 ) -> Event:
     """Something that took a rank's own time; ``at`` and ``seconds`` in seconds, as the format's microseconds."""
-    return {"ph": "X", "pid": rank, "tid": 0, "ts": _microseconds(at), "dur": _microseconds(max(0.0, seconds)),
+    return {"ph": "X", **_place(rank), "ts": _microseconds(at), "dur": _microseconds(max(0.0, seconds)),
             "name": name, "cat": category, "args": dict(details)}  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def moving_events(
     rank: int, name: str, category: str, *, number: str, at: float, seconds: float, details: Mapping[str, Any]
 ) -> list[Event]:
     """Something beside a rank's own work, which may overlap anything; ``number`` tells those of a rank apart."""
-    common = {"pid": rank, "tid": 0, "name": name, "cat": category, "id": f"{rank}.{number}"}
+    common = {**_place(rank), "name": name, "cat": category, "id": f"{rank}.{number}"}
     return [
         {"ph": "b", **common, "ts": _microseconds(at), "args": dict(details)},
         {"ph": "e", **common, "ts": _microseconds(at + max(0.0, seconds))},
@@ -156,6 +156,11 @@ def merge_timelines(folder: Path) -> Path | None:
 
 def _start_of(events: Iterable[Event]) -> object:
     return next((event["args"]["labels"] for event in events if event.get("name") == "process_labels"), None)
+
+
+def _place(rank: int) -> dict[str, int]:
+    """A rank as a process of one thread. Perfetto takes process and thread 0 for the idle one of an operating system."""
+    return {"pid": rank + 1, "tid": rank + 1}
 
 
 def _microseconds(seconds: float) -> float:

@@ -120,7 +120,7 @@ def test_timelines_of_all_ranks_of_the_last_start_become_one(tmp_path: Path) -> 
     path = run_folder.merge_timelines(tmp_path)
     assert path is not None
     events = json.loads(path.read_text())["traceEvents"]
-    assert [(each["pid"], each["name"]) for each in events if each["ph"] == "X"] == [(0, "a"), (0, "b"), (1, "a")]
+    assert [(each["pid"], each["name"]) for each in events if each["ph"] == "X"] == [(1, "a"), (1, "b"), (2, "a")]
     assert not list(tmp_path.glob("*.new"))
     # A rank's own file is what viewers take as well: an array of events whose end may be missing.
     alone = run_folder.rank_file(tmp_path, 0).read_text()

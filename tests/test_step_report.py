@@ -7,18 +7,23 @@ import math
 import os
 import re
 import statistics
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from hotspa_megatron import run_folder
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.hooks.step_report import Estimates, LineFile
+from hotspa_megatron.hooks.timeline import Passage, Timeline
 from hotspa_megatron.planning.step_plan import StepPlan
+from hotspa_megatron.planning.step_time import StepTime
 from hotspa_megatron.strategy import Kind
 from tests.spawn import run_ranks
+from tests.test_launch import refused
 from tests.training import SCRIPT, SHARDED, SP, Job, arguments, flag, import_megatron, train_on_this_rank
 
 CONFIG = """
@@ -253,9 +258,9 @@ def test_the_timeline_is_what_viewers_expect(events: list[dict[str, Any]]) -> No
 
 def test_every_ranks_segments_switches_folds_and_waits_are_on_it(events: list[dict[str, Any]]) -> None:
     names = {each["pid"]: each["args"]["name"] for each in events if each["name"] == "process_name"}
-    assert [names[rank].split(" (")[0] for rank in range(RANKS)] == ["rank 0", "rank 1"]
-    for rank in range(RANKS):
-        own = [each for each in events if each["pid"] == rank and each["ph"] in "Xb"]
+    assert {process: name.split(" (")[0] for process, name in names.items()} == {1: "rank 0", 2: "rank 1"}
+    for process in names:
+        own = [each for each in events if each["pid"] == process and each["ph"] in "Xb"]
         counts = {kind: sum(each["cat"] == kind for each in own if each["ph"] == "X") for kind in ("step", "segment")}
         assert counts == {"step": TRACED, "segment": 3 * TRACED}  # and not of the steps after those
         assert {each["cat"] for each in own} == {
@@ -285,7 +290,75 @@ def test_the_runs_folder_is_all_that_the_report_needs(
     assert "tp1-cp1-pp1-dp2 (guest)" in text and run_folder.TIMELINE in text
 
 
+# ------------------------------------------------------------------------------------------------------ what was hidden
+
+
+class _Event:
+    """A device's event on a clock that the test turns, as torch.cuda.Event is one."""
+
+    now = 0.0
+
+    def __init__(self, **_: Any) -> None:
+        self.at = math.nan
+
+    def record(self) -> None:
+        self.at = _Event.now
+
+    def synchronize(self) -> None:
+        assert not math.isnan(self.at)
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+def _moved(*, size: int, segment: float, late: float, arrives: float | None) -> Passage:
+    """A move whose beginning takes 1 s of the step, which then runs a segment and waits ``late`` for the rest."""
+    timeline = Timeline()
+    voyage = timeline.moving("switch", "a", "b", size=size, messages=2)
+    with voyage.waiting():
+        _Event.now += 1.0
+    if arrives is not None:
+        voyage.arrival = _Event()
+        voyage.arrival.at = _Event.now + arrives
+    with timeline.span("segment", "a", position=0):
+        _Event.now += segment
+    with voyage.waiting():
+        _Event.now += late
+    voyage.land()
+    (passage,) = timeline.passages()
+    spans = {(each.kind, each.seconds) for each in timeline.spans()}
+    assert spans == {("switch", 1.0), ("segment", segment), ("switch", late)}
+    return passage
+
+
+def test_what_a_move_took_and_what_of_it_was_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", _Event)
+    monkeypatch.setattr(_Event, "now", 100.0)
+    # A device says when values arrived: here 2 s into a segment of 8 s.
+    known = _moved(size=10, segment=8.0, late=0.0, arrives=2.0)
+    assert (known.seconds, known.waited, known.hidden, known.bound) == (3.0, 1.0, 2.0, False)
+    late = _moved(size=10, segment=8.0, late=4.0, arrives=12.0)
+    assert (late.seconds, late.waited, late.hidden, late.bound) == (13.0, 5.0, 8.0, False)
+    # Gloo does not: the same move may have taken the whole segment.
+    unknown = _moved(size=10, segment=8.0, late=0.0, arrives=None)
+    assert (unknown.seconds, unknown.waited, unknown.hidden, unknown.bound) == (9.0, 1.0, 8.0, True)
+    # Waited for from its beginning on, there is nothing to guess; and what no rank sends is not under way.
+    whole = _moved(size=10, segment=0.0, late=4.0, arrives=None)
+    assert (whole.seconds, whole.waited, whole.hidden, whole.bound) == (5.0, 5.0, 0.0, False)
+    local = _moved(size=0, segment=8.0, late=0.5, arrives=None)
+    assert (local.seconds, local.waited, local.hidden, local.bound) == (1.5, 1.5, 0.0, False)
+
+
 # --------------------------------------------------------------------------------------------------------- what can fail
+
+
+def test_a_folder_behind_a_link_ends_the_job_before_it_begins(tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "out").symlink_to(tmp_path)
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "10")
+    line = [str(SCRIPT), *arguments(*save), *flag("strategies: []\ntrace: out/a\n")]
+    assert "trace: " in (said := refused(line, tmp_path)) and "a link out of" in said
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
@@ -310,3 +383,30 @@ def test_a_model_that_fails_ends_the_estimates_and_nothing_else() -> None:
         assert estimates.take() is None
     estimates.close()
     assert said == ["steps are not estimated any more: KeyError: 'no such layout'"]
+
+
+def test_an_estimate_that_takes_long_is_not_waited_for() -> None:
+    asked: list[StepPlan] = []
+    may_end = threading.Event()
+
+    class Slow:
+        def times(self, plan: StepPlan) -> tuple[StepTime, StepTime]:
+            asked.append(plan)
+            assert may_end.wait(60)
+            time = StepTime(total=float(len(plan.lengths)), switch=0.0, fold=0.0, reduce=0.0, optimizer=0.0)
+            return time, time
+
+    estimates = Estimates(Slow, print, patience=0.0)  # type: ignore[arg-type]
+    first, second, third = (StepPlan(lengths=(1,) * count, segments=()) for count in (1, 2, 3))
+    estimates.begin(first)
+    assert estimates.take() is None
+    # Steps that follow meanwhile have none either, and do not queue up.
+    estimates.begin(second)
+    assert estimates.take() is None
+    may_end.set()
+    estimates.close()
+    assert asked == [first]
+    patient = Estimates(Slow, print, patience=60.0)  # type: ignore[arg-type]
+    patient.begin(third)
+    assert patient.take() == (3.0, 3.0) and patient.take() is None
+    patient.close()

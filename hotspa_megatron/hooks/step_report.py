@@ -26,6 +26,7 @@ from hotspa_megatron.strategy import Kind
 _TIMERS: Final = ("hotspa-plan", "hotspa-switch", "hotspa-fold", *(f"hotspa-{kind}-segments" for kind in Kind))
 _LEVEL: Final = 1
 """Of our timers: shown from --timing-log-level 1 on, as Megatron's forward-backward is."""
+_PATIENCE_S: Final = 5.0
 _KNOWN: Final = "forward-backward"
 """A timer that Megatron shows at that level."""
 
@@ -187,27 +188,37 @@ def _lengths(lengths: Sequence[int]) -> dict[str, tuple[int, int]]:
 
 
 class Estimates:
-    """Modelled times of steps, made in a thread while the steps run. Gives up, saying so once, where the model fails."""
+    """Modelled times of steps, made in a thread while the steps run. Gives up, saying so once, where the model fails.
 
-    def __init__(self, make: Callable[[], StepEstimator], say: Callable[[str], None]) -> None:
-        self._make, self._say = make, say
+    A step whose estimate is not there ``patience`` seconds after its end has none: moves of large models, which the first
+    estimate plans, must not hold up a training.
+    """
+
+    def __init__(
+        self, make: Callable[[], StepEstimator], say: Callable[[str], None], *, patience: float = _PATIENCE_S
+    ) -> None:
+        self._make, self._say, self._patience = make, say, patience
         self._estimator: StepEstimator | None = None
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotspa-estimates")
         self._under_way: Future[tuple[float, float]] | None = None
-        self._failed = False
+        self._asked = self._failed = False
 
     def begin(self, plan: StepPlan) -> None:
         """Estimate the step that is about to run."""
-        if not self._failed:
+        late = self._under_way is not None and not self._under_way.done()
+        self._asked = not (self._failed or late)
+        if self._asked:
             self._under_way = self._worker.submit(self._estimate, plan)
 
     def take(self) -> tuple[float, float] | None:
         """Seconds as planned and static of the step that ``begin`` was last called for."""
-        if self._under_way is None:
+        if not self._asked or self._under_way is None:
             return None
-        under_way, self._under_way = self._under_way, None
+        self._asked = False
         try:
-            return under_way.result()
+            return self._under_way.result(self._patience)
+        except TimeoutError:
+            return None
         except Exception as error:  # a model that does not fit must not end a training that does
             self._failed = True
             self._say(f"steps are not estimated any more: {type(error).__name__}: {error}")
