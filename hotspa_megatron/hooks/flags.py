@@ -99,9 +99,11 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
     ("Parallelism of home", (
         Works(flags="--tensor-model-parallel-size --context-parallel-size --pipeline-model-parallel-size "
                     "--sequence-parallel", test=_MIXED),
-        Works(flags="--num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage", test=_MIXED),
-        Works(flags="--decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers",
-              test=f"{_TRAINING}::test_other_models", note="home and its siblings keep the split; a guest's is even"),
+        Works(flags="--num-virtual-stages-per-pipeline-rank", test=_MIXED),
+        Works(flags="--decoder-first-pipeline-num-layers", test=f"{_TRAINING}::test_other_models",
+              note="home and its siblings keep the split; a guest's is even"),
+        Works(flags="--decoder-last-pipeline-num-layers --pipeline-model-parallel-layout",
+              test="test_gradients.py::test_gradients_of_every_mix_equal_the_reference", note="as above"),
         Refusal(flag="--microbatch-group-size-per-virtual-pipeline-stage",
                 asked=lambda args: (getattr(args, "microbatch_group_size_per_vp_stage", None)
                                     or args.pipeline_model_parallel_size) != args.pipeline_model_parallel_size,
@@ -149,12 +151,13 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
     )),
     ("Precision", (
         Works(flags="--bf16", test=f"{_TRAINING}::test_mixed_training_in_bf16_differs_by_no_more_than_static_layouts_do"),
-        Works(flags="--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16 --fp32-residual-connection",
+        Works(flags="--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
               test=f"{_FLAGS}::test_low_precision_differs_by_no_more_than_static_layouts_do",
               note="gradients travel in main_grad's precision and are added in it"),
-        Works(flags="--fp16 --initial-loss-scale --loss-scale --min-loss-scale --loss-scale-window --hysteresis",
+        Works(flags="--fp16 --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis",
               test=f"{_FLAGS}::test_low_precision_differs_by_no_more_than_static_layouts_do",
               note="a guest's losses are scaled as home's; an overflow anywhere skips the step"),
+        OnGpus(flags="--fp32-residual-connection", note="Megatron's local layers do not take it"),
         _refused("--fp8-format", "never ran under several strategies", value="e4m3", dest="fp8", unless="fp8"),
         _refused("--fp8-param-gather", "keeps parameters in fp8, which do not travel between strategies"),
         _refused("--fp4-format", "scaling state belongs to one strategy's layout; not supported yet", value="e2m1", dest="fp4"),
@@ -239,24 +242,21 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         _refused("--logits-save-dir", "sees home's segment alone", value="logits", since="0.19"),
     )),
     ("Checkpoints", (
-        Works(flags="--save --load --save-interval --ckpt-format", test=_RESUME, note="plain Megatron checkpoints of home"),
+        Works(flags="--save --load --save-interval", test=_RESUME, note="plain Megatron checkpoints of home"),
         Works(flags="--async-save --async-strategy --ckpt-fully-parallel-load --no-ckpt-fully-parallel-save "
-                    "--ckpt-assume-constant-structure --use-checkpoint-args",
+                    "--ckpt-assume-constant-structure --use-checkpoint-args --log-progress",
               test=f"{_FLAGS}::test_checkpoints_written_beside_the_training_go_on_bit_for_bit"),
-        Works(flags="--dist-ckpt-optim-fully-reshardable", test="test_resume.py::test_a_run_goes_on_under_another_home",
-              note="for resuming under another home"),
         _refused("--save-wgrads-interval", "saves gradients of home's segment alone", value="5"),
         _refused("--save-dgrads-interval", "sees home's modules alone", value="5"),
         _refused("--save-activations-interval", "sees home's modules alone", value="5", since="0.18"),
     )),
     ("The training loop and its logs", (
-        Works(flags="--rerun-mode", test=f"{_TRAINING}::test_a_step_that_megatron_runs_again_is_the_same_step",
-              note="validate_results; disabled and report_stats train, too"),
+        Works(flags="--rerun-mode", test=_EVERYDAY, note="disabled; the default validate_results is every other test's"),
         Works(flags="--eval-interval --eval-iters", test=f"{_TRAINING}::test_evaluation_under_the_flag_is_stock_megatrons",
               note="in home, on Megatron's own samples"),
         Works(flags="--timing-log-level",
               test="test_steps.py::test_timers_that_wait_for_every_rank_do_not_wait_for_idle_replicas"),
-        Works(flags="--log-throughput --log-params-norm --log-progress --manual-gc --manual-gc-interval "
+        Works(flags="--log-throughput --log-params-norm --manual-gc --manual-gc-interval "
                     "--exit-duration-in-mins --train-sync-interval", test=_EVERYDAY),
         _refused("--inprocess-restart", "is not supported"),
         _refused("--yaml-cfg", "is not supported; give the same settings as flags", value="run.yaml"),
