@@ -219,7 +219,7 @@ def _backend(wanted: str) -> str:
 
 def _start_ranks(arguments: argparse.Namespace, world: int) -> None:
     """Run this very command on ``world`` local ranks. SystemExit with the first failing rank's code."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but not re-exported by name
 
     backend = _backend(arguments.backend)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
