@@ -56,8 +56,8 @@ KillWait=10
 MinJobAge=3600
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-SlurmctldParameters=preempt_send_user_signal
 """
+_TELL_SCRIPTS: Final = "SlurmctldParameters=preempt_send_user_signal\n"
 _PARTITIONS: Final = """\
 PartitionName=main Nodes=node[1-{nodes}] Default=YES MaxTime=1:00:00 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=120
 PartitionName=urgent Nodes=node[1-{nodes}] MaxTime=1:00:00 State=UP PriorityTier=10 PreemptMode=OFF
@@ -68,6 +68,8 @@ def install() -> None:
     """Have Slurm's programs on this machine, from Debian's packages if need be; skips the test where they cannot be had."""
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons and mount namespaces need root")
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here, in which nodes have names that resolve")
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     if missing and shutil.which("apt-get") is None:
         pytest.skip(f"Slurm is not installed ({missing[0]} is missing), and there is no apt-get")
@@ -92,8 +94,8 @@ def _free_ports(count: int) -> list[int]:
 class Cluster:
     """The running cluster; ``started`` makes one."""
 
-    def __init__(self, folder: Path, nodes: int) -> None:
-        self.folder, self.nodes = folder, nodes
+    def __init__(self, folder: Path, nodes: int, tell_scripts: bool) -> None:
+        self.folder, self.nodes, self._tell_scripts = folder, nodes, tell_scripts
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     def _configure(self) -> None:
@@ -101,6 +103,7 @@ class Cluster:
         host = socket.gethostname().split(".")[0]
         names = [f"node{number}" for number in range(1, self.nodes + 1)]
         text = _CONFIGURATION.format(host=host, port=port, folder=self.folder)
+        text += _TELL_SCRIPTS if self._tell_scripts else ""
         for name, node_port in zip(names, node_ports, strict=True):
             text += (
                 f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={node_port} CPUs={CPUS_PER_NODE} "
@@ -215,11 +218,14 @@ def _tail(*files: Path | None, characters: int = 3000) -> str:
 
 
 @contextlib.contextmanager
-def started(*, nodes: int) -> Iterator[Cluster]:
-    """A cluster of this many nodes with the partitions main and urgent, whose jobs preempt main's."""
+def started(*, nodes: int, tell_scripts: bool = True) -> Iterator[Cluster]:
+    """A cluster of this many nodes with the partitions main and urgent, whose jobs preempt main's.
+
+    ``tell_scripts``: a preempted job's script gets the signal that it asked for; without, ranks get TERM and it nothing.
+    """
     # Short, as the path of a socket has to be.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
-    cluster = Cluster(folder, nodes)
+    cluster = Cluster(folder, nodes, tell_scripts)
     try:
         cluster.start()
         yield cluster

@@ -136,29 +136,76 @@ def test_at_its_time_limit_it_saves_and_goes_on_with_the_unbroken_runs_losses(sl
     assert training.went_on_as_unbroken()
 
 
-def test_a_job_that_never_saves_does_not_go_round_for_ever(slurm: Cluster, tmp_path: Path) -> None:
-    script = tmp_path / "never_saves.py"
-    script.write_text(
-        "import signal, sys\nsignal.signal(signal.SIGURG, lambda *_: sys.exit(0))\nprint('waits', flush=True)\nsignal.pause()\n"
-    )
-    output = tmp_path / "job.out"
-    # hotspa_megatron.launch installs hooks and runs any script.
+# In the place of a training: waits to be told to save, and saves if it may; a later start only says that it goes on.
+WAITING = """
+import pathlib, signal, sys
+folder = pathlib.Path(sys.argv[sys.argv.index("--save") + 1])
+tracker = folder / "latest_checkpointed_iteration.txt"
+if folder.exists():
+    print("goes on after", tracker.read_text() if tracker.exists() else "nothing", flush=True)
+    sys.exit()
+folder.mkdir()
+told = []
+number = getattr(signal, sys.argv[sys.argv.index("--exit-signal") + 1])
+signal.signal(number, lambda *_: told.append(1))
+print("waits", flush=True)
+while not told:
+    signal.sigtimedwait([], 0.1)
+if "--saves" in sys.argv:
+    tracker.write_text("5")
+"""
+
+
+def waiting(slurm: Cluster, folder: Path, *arguments: str, **settings: str) -> tuple[int, Path]:
+    """Submit the training script with WAITING for a training, on one node, and wait for it; its number and its output."""
+    script, output = folder / "waiting.py", folder / "job.out"
+    script.write_text(WAITING)
+    environment = {
+        **ON_CPU, **settings, "PYTHON": sys.executable, "SCRIPT": str(script), "PYTHONPATH": str(REPOSITORY),
+        "CHECKPOINTS": str(folder / "saved"),
+    }  # fmt: skip
     job = slurm.submit(
         f"--chdir={REPOSITORY}", "--nodes=1", "--ntasks-per-node=1", "--time=30", f"--output={output}",
-        str(REPOSITORY / TRAINING),
-        environment={
-            **ON_CPU, "PYTHON": sys.executable, "SCRIPT": str(script), "PYTHONPATH": str(REPOSITORY),
-            "CHECKPOINTS": str(tmp_path / "saved"),
-        },
+        str(REPOSITORY / TRAINING), *arguments, environment=environment,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while not output.exists() or "waits" not in output.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.3)
+    return job, output
+
+
+def test_a_job_that_never_saves_does_not_go_round_for_ever(slurm: Cluster, tmp_path: Path) -> None:
+    job, output = waiting(slurm, tmp_path)
     slurm.run("scancel", "--batch", "--signal=USR1", str(job))
     slurm.wait(job, "FAILED", limit_s=60, log=output)
     assert "nothing was saved since this start, so it is not requeued" in output.read_text()
     assert slurm.field(job, "Restarts") == "0"
+
+
+@pytest.mark.parametrize("saves", [("--saves",), ()], ids=["saves", "too early to save"])
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_preempted_it_comes_back_whatever_it_saved(
+    launcher: str, saves: tuple[str, ...], slurm: Cluster, tmp_path: Path
+) -> None:
+    comes_back(slurm, *waiting(slurm, tmp_path, *saves, LAUNCHER=launcher), after="5" if saves else "nothing")
+
+
+def test_preempted_where_only_ranks_are_told_it_comes_back_too(tmp_path: Path) -> None:
+    cluster.install()
+    with cluster.started(nodes=1, tell_scripts=False) as slurm:
+        comes_back(slurm, *waiting(slurm, tmp_path, "--saves", EXIT_SIGNAL="TERM"), after="5")
+
+
+def comes_back(slurm: Cluster, job: int, output: Path, *, after: str) -> None:
+    """Preempt the job and see it go on after what it had saved."""
+    urgent = slurm.submit(
+        "--partition=urgent", f"--nodes={slurm.nodes}", "--exclusive", "--output=/dev/null", "--wrap=sleep 3"
+    )
+    slurm.wait(urgent, "COMPLETED", limit_s=200, log=output)
+    slurm.wait(job, "COMPLETED", limit_s=100, log=output)
+    assert slurm.field(job, "Restarts") == "1"
+    assert f"goes on after {after}" in output.read_text()
 
 
 def test_nodes_are_measured_and_then_planned_for(slurm: Cluster, tmp_path: Path) -> None:
