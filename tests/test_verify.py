@@ -238,6 +238,15 @@ def test_with_megatrons_own_samples_stock_megatron_is_compared_too(tmp_path: Pat
     assert found["runs"]["stock"]["groups"] is None and found["differences"]["stock"]["loss"] < 1e-5
 
 
+def test_the_reason_is_the_first_exception_else_our_own_line_and_never_the_launchers() -> None:
+    launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
+    refused = f"hotspa: no CUDA device is visible\nhotspa: --fp8-format: not supported\n{launcher}"
+    assert verify.why_it_ended(refused) == "--fp8-format: not supported"
+    raised = "[rank1]: Traceback\n[rank1]:   x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n[rank0]: RuntimeError: peer\n"
+    assert verify.why_it_ended(refused + raised + launcher) == "torch.OutOfMemoryError: CUDA out of memory"
+    assert verify.why_it_ended("nothing") == ""
+
+
 @pytest.mark.parametrize(
     ("body", "limit", "said"),
     [

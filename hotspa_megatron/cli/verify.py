@@ -62,6 +62,7 @@ _NEVER: Final = "1000000000"
 _GROUPS: Final = re.compile(
     r"hotspa: ([\d,]+) process groups of several ranks, ([\d,]+) of them beside home's.*?about ([\d,]+) MiB"
 )
+_RAISED: Final = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _POLL_S: Final = 0.2
 _GRACE_S: Final = 40.0
 """Longer than torchrun gives its ranks."""
@@ -288,8 +289,8 @@ def _measure(name: str, command: Sequence[str], logs: Path, *, steps: int, deadl
     if code is None:
         raise RunFailed(f"{name}: not through its steps when the time was over (--limit); see {output}")
     if code:
-        own = [line for line in said.splitlines() if line.startswith("hotspa: ")]
-        raise RunFailed(f"{name}: the command ended with code {code}{': ' + own[-1][8:] if own else ''}; see {output}")
+        reason = why_it_ended(said)
+        raise RunFailed(f"{name}: the command ended with code {code}{': ' + reason if reason else ''}; see {output}")
     ranks = [_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
     if not ranks:
         raise RunFailed(
@@ -297,6 +298,13 @@ def _measure(name: str, command: Sequence[str], logs: Path, *, steps: int, deadl
             f"hotspa_megatron.install(), and see this folder (--logs) and this environment; see {output}"
         )
     return measured(name, ranks, _lines(step_log) if step_log.exists() else [], said, steps=steps)
+
+
+def why_it_ended(said: str) -> str:
+    """The line of a failed command's output that most likely says why: an exception's, else the last of our own."""
+    raised = [found[1] for found in _RAISED.finditer(said) if not found[1].startswith("torch.distributed.elastic")]
+    own = [line.removeprefix("hotspa: ") for line in said.splitlines() if line.startswith("hotspa: ")]
+    return (raised[:1] or own[-1:] or [""])[0]
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], output: Path, deadline: float) -> int | None:
