@@ -242,7 +242,7 @@ def test_the_reason_is_the_first_exception_else_our_own_line_and_never_the_launc
     launcher = "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n"
     refused = f"hotspa: no CUDA device is visible\nhotspa: --fp8-format: not supported\n{launcher}"
     assert verify.why_it_ended(refused) == "--fp8-format: not supported"
-    raised = "[rank1]: Traceback\n[rank1]:   x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n[rank0]: RuntimeError: peer\n"
+    raised = "[rank1]: Traceback\n[rank1]:   x\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\n[rank0]: OSError: peer\n"
     assert verify.why_it_ended(refused + raised + launcher) == "torch.OutOfMemoryError: CUDA out of memory"
     assert verify.why_it_ended("nothing") == ""
 
