@@ -21,6 +21,7 @@ from hotspa_megatron.planning.param_layout import LogicalParameter
 from tests.job import SEQ_LENGTH, Mix, document, double_precision, region, single_precision, start, step_of
 from tests.reference_gpt import loss_and_gradients
 from tests.spawn import run_ranks
+from tests.training import RELEASE
 
 # Many short documents, a few long ones, one longer than --seq-length, and two without a target or nearly so.
 LENGTHS = ((3, 9, 17, 5, 33, 12, 65, 2, 28, 7, 50, 1, 150, 16, 4, 31, 11, 62), (6, 14, 9, 5, 3, 20), (60, 65, 58, 40))
@@ -105,8 +106,17 @@ def test_gradients_of_every_mix_equal_the_reference() -> None:
 
 
 def test_gradients_with_interleaved_schedules_and_recomputation_per_strategy_equal_the_reference() -> None:
-    for result in run_ranks(_gradient_errors, 4, (*INTERLEAVED, *RECOMPUTING, *LAID_OUT), "float64", timeout=280)[0]:
+    mixes = (*INTERLEAVED, *RECOMPUTING, *LAID_OUT)
+    if RELEASE < (0, 18):
+        mixes = RECOMPUTING[:-1]
+    for result in run_ranks(_gradient_errors, 4, mixes, "float64", timeout=280)[0]:
         _within(result, 1e-9)
+
+
+@pytest.mark.skipif(RELEASE >= (0, 18), reason="exact from 0.18 on")
+def test_virtual_stages_are_refused_where_they_are_not_exact() -> None:
+    with pytest.raises(AssertionError, match="virtual pipeline stages need megatron-core"):
+        run_ranks(_gradient_errors, 4, (INTERLEAVED[1],), "float64", timeout=120)
 
 
 def test_gradients_with_every_way_to_switch_equal_the_reference() -> None:
@@ -135,7 +145,7 @@ def test_gradients_on_eight_ranks_equal_the_reference() -> None:
         ("fc1_contiguous", OVERLAPPED),
         ("sibling_reduces_early", OVERLAPPED),
         ("segment_means", OVERLAPPED),
-        ("fillers_weigh", FILLED),
+        pytest.param("fillers_weigh", FILLED, marks=pytest.mark.skipif(RELEASE < (0, 18), reason="vpp is refused")),
         ("prefetched_wrong", PREFETCHED),
     ],
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from hotspa_megatron.hooks.flags import FLAG, NEWEST
@@ -89,6 +90,16 @@ def check_version() -> None:
                 f"megatron-core {version()}: training.{name} has no parameter {', '.join(missing)}; "
                 "this version of hotspa_megatron does not know it"
             )
+
+
+def check_interleaving(strategies: Iterable[Strategy]) -> None:
+    """ValueError for virtual stages where this Megatron's gradients with them are not those of a single process."""
+    interleaved = [str(each) for each in strategies if each.vpp > 1]
+    if interleaved and release() < (0, 18):
+        raise ValueError(
+            f"{interleaved[0]}: virtual pipeline stages need megatron-core 0.18 or newer, and this is {version()}, whose "
+            "interleaved schedule gave wrong gradients here; write vpp 1, or remove --num-layers-per-virtual-pipeline-stage"
+        )
 
 
 def local_attention_names() -> list[tuple[Any, str]]:

@@ -321,6 +321,7 @@ def _resolved(args: Any) -> ResolvedConfig:
     if config.samples == "megatron":
         arguments.check_megatron_samples(args)
     resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
+    compat.check_interleaving(each.strategy for each in (*resolved.strategies, resolved.home))
     check_data_files(args)
     _check_transport(config, args)
     return resolved
