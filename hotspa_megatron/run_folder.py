@@ -125,7 +125,7 @@ def read_rank(path: Path) -> list[Event]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
         try:
             event = json.loads(line.removesuffix(","))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):
             events.append(event)
@@ -155,7 +155,8 @@ def merge_timelines(folder: Path) -> Path | None:
 
 
 def _start_of(events: Iterable[Event]) -> object:
-    return next((event["args"]["labels"] for event in events if event.get("name") == "process_labels"), None)
+    labels = (event.get("args") for event in events if event.get("name") == "process_labels")
+    return next((each.get("labels") for each in labels if isinstance(each, dict)), None)
 
 
 def _place(rank: int) -> dict[str, int]:

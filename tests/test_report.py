@@ -127,6 +127,16 @@ def test_timelines_of_all_ranks_of_the_last_start_become_one(tmp_path: Path) -> 
     assert len(json.loads(alone.rstrip().rstrip(",") + "]")) == 6
 
 
+def test_what_is_no_timeline_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / run_folder.RANKS).mkdir()
+    for rank, text in enumerate((
+        _rank_events(0, "one", "a"), "", "no json", "[\n" + "[" * 5000, '[\n{"name": "process_labels", "args": 3},\n5,\n',
+    )):  # fmt: skip
+        run_folder.rank_file(tmp_path, rank).write_text(text)
+    path = run_folder.merge_timelines(tmp_path)
+    assert path is not None and {each["pid"] for each in json.loads(path.read_text())["traceEvents"]} == {1}
+
+
 def test_without_timelines_nothing_is_merged(tmp_path: Path) -> None:
     assert run_folder.merge_timelines(tmp_path) is None and not list(tmp_path.iterdir())
 
