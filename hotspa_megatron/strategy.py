@@ -20,6 +20,8 @@ _TEXT: Final = re.compile(
     r"tp([1-9][0-9]*)-cp([1-9][0-9]*)-pp([1-9][0-9]*)-dp([1-9][0-9]*)(?:-vpp([2-9]|[1-9][0-9]+))?"
 )
 _VALUES_SHOWN: Final = 16
+LARGEST_WORLD: Final = 1 << 18
+"""Ranks: above those of any cluster, and few enough that a mistyped number is refused before groups are counted for it."""
 
 
 class Kind(enum.StrEnum):
@@ -78,6 +80,8 @@ class Strategy:
     @classmethod
     def from_world(cls, world_size: int, *, tp: int, cp: int, pp: int, vpp: int = 1) -> Strategy:
         """Give the ranks that tp, cp and pp leave over to dp; ``ValueError`` where they do not fill the world."""
+        if world_size > LARGEST_WORLD:
+            raise ValueError(f"{world_size} ranks are more than any cluster has; at most {LARGEST_WORLD}")
         one_replica = cls(tp=tp, cp=cp, pp=pp, dp=1).replica_size
         if world_size < 1 or world_size % one_replica:
             raise ValueError(

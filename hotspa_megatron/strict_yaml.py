@@ -139,7 +139,7 @@ class Value:
         for key_node, node in self.node.value:
             name = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
             full = f"{self.key}.{name}" if self.key else str(name)
-            entry = Value(path=self.path, key=_one_line(full), line=_line(key_node), node=node)
+            entry = Value(path=self.path, key=one_line(full), line=_line(key_node), node=node)
             if name is None:
                 raise Value(path=self.path, key=self.key or known[0], line=_line(key_node), node=node).error(
                     "a list or a map stands where a key is due; write a name"
@@ -184,6 +184,11 @@ def read_document(path: Path) -> Value | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise config_error(path, line, "syntax", f"character {error.character:#x} is not allowed; remove it") from None
+    except (ValueError, OverflowError):
+        # PyYAML's own slips: a version of thousands of digits, "\\U" with a number that no character has.
+        raise config_error(
+            path, None, "syntax", "not valid YAML (a number or an escape is out of range); correct it"
+        ) from None
     if node is None:
         return None
     return Value(path=path, key="", line=_line(node), node=node)
@@ -192,7 +197,7 @@ def read_document(path: Path) -> Value | None:
 def config_error(path: Path, line: int | None, key: str, problem: str) -> ConfigError:
     """An error in the one form that all of them take; ``line`` is None where the file as a whole is meant."""
     place = str(path) if line is None else f"{path}:{line}"
-    return ConfigError(_one_line(f"{place}: {key}: {problem}"))
+    return ConfigError(one_line(f"{place}: {key}: {problem}"))
 
 
 def shown(text: str) -> str:
@@ -256,5 +261,6 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """The text with every character that would break the line, or does not print, as its escape."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -18,13 +19,15 @@ from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_har
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
-from hotspa_megatron.strict_yaml import read_document
+from hotspa_megatron.strict_yaml import LARGEST_INTEGER, read_document, shown
 
 _FLAGS_FILE: Final = Path(__file__).with_name("megatron_flags.yaml")
 _PARALLEL_FLAGS: Final = ("--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size")
 _VIRTUAL_FLAGS: Final = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
 _OURS: Final = "--hotspa-config"
+MOST_COUNTED: Final = 1 << 20
+"""Sequences of a step that are drawn one by one, and steps of a simulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +105,8 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
     world_size = _world_size(options.world_size)
     line = read_command_line(arguments, world_size=world_size)
     histogram, source = _histogram(options)
-    batch = whole_of(arguments, "--global-batch-size")
-    sequences = whole("--sequences", options.sequences) if options.sequences else batch
+    batch = whole_of(arguments, "--global-batch-size", most=MOST_COUNTED)
+    sequences = whole("--sequences", options.sequences, most=MOST_COUNTED) if options.sequences else batch
     if sequences is None:
         raise ValueError("--sequences: missing, and the command line has no --global-batch-size; give one of them")
     return DescribedRun(
@@ -121,15 +124,20 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
 
 def check_flags(arguments: Sequence[str]) -> None:
     """Refuse a flag that Megatron's own parser does not have."""
-    document = read_document(_FLAGS_FILE)
-    assert document is not None
-    known = {flag.text() or "" for flag in document.sequence()}
+    known = _known_flags()
     for argument in arguments:
         flag = argument.split("=", 1)[0]
         if flag.startswith("--") and flag not in known:
             near = difflib.get_close_matches(flag, sorted(known), n=1)
             fix = f"did you mean {near[0]}?" if near else "remove it here if your own script adds it"
             raise ValueError(f"command line: {flag}: not an argument of Megatron's; {fix}")
+
+
+@functools.cache
+def _known_flags() -> frozenset[str]:
+    document = read_document(_FLAGS_FILE)
+    assert document is not None
+    return frozenset(flag.text() or "" for flag in document.sequence())
 
 
 def with_home(arguments: Sequence[str], home: Strategy) -> list[str]:
@@ -169,14 +177,14 @@ def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
     return kept
 
 
-def whole_of(arguments: Sequence[str], flag: str) -> int | None:
+def whole_of(arguments: Sequence[str], flag: str, *, most: int = LARGEST_INTEGER) -> int | None:
     """The whole number given for a flag, the last one as argparse takes it."""
     found = None
     for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
         if argument == flag:
-            found = whole(flag, after or "")
+            found = whole(flag, after or "", most=most)
         elif argument.startswith(f"{flag}="):
-            found = whole(flag, argument.split("=", 1)[1])
+            found = whole(flag, argument.split("=", 1)[1], most=most)
     return found
 
 
@@ -207,10 +215,12 @@ def _world_size(given: str | None) -> int:
     raise ValueError("--world-size: missing; give the number of ranks, as the launcher has not set WORLD_SIZE")
 
 
-def whole(name: str, text: str) -> int:
-    """A whole number of at least 1 as the user wrote it."""
-    if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        raise ValueError(f"{name}: {text!r} is not a whole number of at least 1")
+def whole(name: str, text: str, *, most: int = LARGEST_INTEGER) -> int:
+    """A whole number from 1 to ``most`` as the user wrote it."""
+    if not re.fullmatch("[1-9][0-9]*", text):
+        raise ValueError(f"{name}: {shown(text)} is not a whole number of at least 1")
+    if len(text) > len(str(most)) or int(text) > most:
+        raise ValueError(f"{name}: {shown(text)} is too large; write at most {most}")
     return int(text)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hotspa_megatron.cli import tables
-from hotspa_megatron.cli.described_run import recompute_of, whole, whole_of
+from hotspa_megatron.cli.described_run import MOST_COUNTED, recompute_of, whole, whole_of
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.sample_step import StepShown, print_step, sample_step
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
@@ -133,7 +133,10 @@ def _step(
     line: MegatronCommandLine,
 ) -> StepShown:
     given = arguments.sequences
-    sequences = whole_of(megatron_arguments, "--global-batch-size") if given is None else whole("--sequences", given)
+    if given is None:
+        sequences = whole_of(megatron_arguments, "--global-batch-size", most=MOST_COUNTED)
+    else:
+        sequences = whole("--sequences", given, most=MOST_COUNTED)
     if sequences is None:
         raise ValueError("--sequences: missing, and the command line has no --global-batch-size; give one of them")
     if arguments.seed < 0:

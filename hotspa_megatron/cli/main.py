@@ -6,16 +6,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from hotspa_megatron.cli import bench, data, doctor, explain, plan, profile, report, simulate, verify
+from hotspa_megatron.strict_yaml import one_line
+
+_LONGEST_MESSAGE: Final = 1200
 
 
 class _Parser(argparse.ArgumentParser):
     """argparse, with an error on one line instead of a usage block before it."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{_line(f'{self.prog}: {message}')}; see {self.prog} --help\n")
+
+
+def _line(message: str) -> str:
+    """A message on one line that can be read, whatever was given stands in it: line breaks, 100 KB."""
+    text = one_line(message)
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.run(arguments, megatron)
         sys.stdout.flush()
     except ValueError as error:
-        print(f"hotspa: {error}", file=sys.stderr)
+        print(_line(f"hotspa: {error}"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader, `head` perhaps, has seen enough; rich, too, exits with 1 then. Without this Python would complain

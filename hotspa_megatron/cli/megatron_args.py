@@ -17,6 +17,8 @@ from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 
 _FP32_BYTES: Final = 4
+_MOST_LAYERS: Final = 10_000
+"""Above those of any model; each is looked at on its own, so that a mistyped number would take hours."""
 _REFUSED_FLAGS: Final = {
     "--num-experts": "experts are not available in this version",
     "--multi-latent-attention": "multi-latent attention is not available in this version",
@@ -150,6 +152,10 @@ def _check(flags: argparse.Namespace) -> None:
     required = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
     if missing := [f"--{name.replace('_', '-')}" for name in required if getattr(flags, name) is None]:
         raise ValueError(f"command line: {', '.join(missing)}: missing; add what Megatron is given")
+    if flags.num_layers > _MOST_LAYERS:
+        raise ValueError(
+            f"command line: --num-layers: {flags.num_layers} are more than any model has; write at most {_MOST_LAYERS}"
+        )
     if flags.bf16 and flags.fp16:
         raise ValueError("command line: --bf16: given together with --fp16; remove one")
     if flags.expert_model_parallel_size != 1:

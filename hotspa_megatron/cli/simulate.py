@@ -147,7 +147,7 @@ def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str])
             described.histogram,
             shape=described.shape,
             hardware=described.hardware,
-            steps=described_run.whole("--steps", arguments.steps),
+            steps=described_run.whole("--steps", arguments.steps, most=described_run.MOST_COUNTED),
             sequences_per_step=described.sequences_per_step,
             seed=arguments.seed,
         )

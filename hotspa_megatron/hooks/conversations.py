@@ -34,6 +34,8 @@ from hotspa_megatron.planning.sample_order import SampleOrder
 
 Message: TypeAlias = Mapping[str, Any]
 
+LONGEST_LINE: Final = 1 << 26
+"""Bytes of a line: hundreds of times a long book. A file without line breaks would fill the memory of every rank."""
 IGNORED: Final = -100
 """The target that Megatron's tokenizers give a token of a prompt."""
 
@@ -52,7 +54,14 @@ class ConversationFile:
         start = 0
         try:
             with self.path.open("rb") as file:
-                for number, line in enumerate(file, 1):
+                for number in itertools.count(1):
+                    line = file.readline(LONGEST_LINE + 1)
+                    if not line:
+                        break
+                    if len(line) > LONGEST_LINE:
+                        raise ValueError(
+                            f"{self.path}:{number}: the line has more than {LONGEST_LINE} bytes; is it JSON lines?"
+                        )
                     if line.strip():
                         self._starts.append(start)
                         self._numbers.append(number)
@@ -127,7 +136,12 @@ def bytes_of(
             raise ValueError(f"role {role!r} is not known; roles are {', '.join(ROLES)}")
         if not isinstance(content, str):
             raise ValueError(f"the content of a turn of the {role} is not text")
-        said = [256 + ROLES.index(role), *content.encode(), end]
+        try:
+            said = [256 + ROLES.index(role), *content.encode(), end]
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"character {error.start + 1} of a turn of the {role} is half of a surrogate pair, which is no text"
+            ) from None
         tokens += said
         if count_prompts:
             targets += said

@@ -7,9 +7,11 @@ reads a token or knows a strategy; choosing strategies, simulating runs and ``ho
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import statistics
 import struct
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Final, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from hotspa_megatron.strict_yaml import shown
 
 Lengths: TypeAlias = NDArray[np.int64]
 
@@ -37,6 +41,10 @@ _SIZE: Final = 100_000
 _LOGNORMAL: Final = re.compile(
     r"lognormal:mean=([0-9]{1,9}(?:\.[0-9]+)?),sigma=([0-9]{1,3}(?:\.[0-9]+)?),max=([0-9]{1,12})(?:,min=([0-9]{1,12}))?"
 )
+_LONGEST: Final = 2**31 - 1
+"""Tokens of a sequence that an index can hold."""
+_LONGEST_LINE: Final = 1000
+"""Characters of a line of a list of lengths, white space included."""
 _CHUNK: Final = 1 << 22
 """Entries of an index that are looked at together, so that one larger than memory can be read."""
 
@@ -93,19 +101,21 @@ class LengthHistogram:
     @classmethod
     def from_text(cls, path: str | Path) -> LengthHistogram:
         """Count a file of one length per line; blank lines do not count."""
-        lengths = []
+        lengths = array("q")
         for number, line in enumerate(_lines(Path(path)), 1):
             text = line.strip()
-            if not text:
+            if not text and len(line) < _LONGEST_LINE:
                 continue
-            if not (text.isascii() and text.isdigit() and len(text) < 19 and int(text)):
+            if not (
+                text.isascii() and text.isdigit() and len(text) <= len(str(_LONGEST)) and 0 < int(text) <= _LONGEST
+            ):
                 raise ValueError(
-                    f"{path}:{number}: {text[:40]!r} is not a length; write one whole number of at least 1"
+                    f"{path}:{number}: {text[:40]!r} is not a length; write one whole number from 1 to {_LONGEST}"
                 )
             lengths.append(int(text))
         if not lengths:
             raise ValueError(f"{path}: the file holds no lengths")
-        return cls.of(lengths)
+        return cls.of(np.frombuffer(lengths, np.int64))
 
     @classmethod
     def lognormal(
@@ -154,13 +164,14 @@ class LengthHistogram:
         if match := _LOGNORMAL.fullmatch(text):
             mean, sigma, maximum, minimum = match.groups()
             return cls.lognormal(mean=float(mean), sigma=float(sigma), maximum=int(maximum), minimum=int(minimum or 1))
-        if index_path(text).exists():
+        # os.path, because pathlib's own raises for names that are too long.
+        if os.path.exists(index_path(text)):
             return cls.from_index(text)
-        if Path(text).exists():
+        if os.path.exists(text):
             return cls.from_text(text)
         raise ValueError(
-            f"{text!r} names no lengths: neither {index_path(text)} nor {text} exists, and it is neither wikipedia nor "
-            "lognormal:mean=1000,sigma=1.5,max=32768"
+            f"{shown(text)} names no lengths: there is neither such a file nor an index {shown(str(index_path(text)))}, and it "
+            "is neither wikipedia nor lognormal:mean=1000,sigma=1.5,max=32768"
         )
 
     # ------------------------------------------------------------------------------------------------------- what it says
@@ -269,7 +280,9 @@ def _merged(lengths: Lengths, counts: Lengths) -> tuple[Lengths, Lengths]:
 def _lines(path: Path) -> Iterator[str]:
     try:
         with path.open(encoding="ascii", errors="replace") as file:
-            yield from file
+            # Bounded, because a file of another kind may be one line without end.
+            while line := file.readline(_LONGEST_LINE):
+                yield line
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
 
@@ -312,7 +325,7 @@ class IndexFile:
 def index_path(prefix: str | Path) -> Path:
     """The index of a data set, named by its prefix or by either of its files."""
     path = Path(prefix)
-    return path.with_suffix(".idx") if path.suffix in (".idx", ".bin") else path.with_name(path.name + ".idx")
+    return path.with_suffix(".idx") if path.suffix in (".idx", ".bin") else path.parent / f"{path.name}.idx"
 
 
 def read_index(prefix: str | Path) -> IndexFile:

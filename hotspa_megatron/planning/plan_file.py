@@ -9,6 +9,7 @@ from hotspa_megatron.planning.execution import Execution, Recompute
 from hotspa_megatron.planning.memory_model import Held
 from hotspa_megatron.planning.search import PlannedRun
 from hotspa_megatron.planning.step_time import GroupChoice
+from hotspa_megatron.strict_yaml import one_line
 
 _GIB: Final = 2**30
 
@@ -20,7 +21,7 @@ def as_yaml(planned: PlannedRun, *, num_layers: int, selective: bool, head: Sequ
     """
     static = planned.static.execution
     lines = [
-        *(f"# {line}" for line in head),
+        *(f"# {one_line(line)}" for line in head),  # a file's name in it may hold anything
         f"# Modelled, not measured: {planned.time.total:.3f} s per step, {planned.gain:.2f} times as fast as the best static",
         f"# strategy with the same packing ({static}, {planned.static_time.total:.3f} s).",
     ]
