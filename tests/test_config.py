@@ -494,7 +494,12 @@ IMPOSSIBLE: dict[str, tuple[str, dict[str, Any], str, str]] = {
         ":6: strategies[0].recompute_layers: ",
         "3 is more than the 2 layers of a stage of tp1-cp1-pp2-dp4-vpp3",
     ),
-    "too long": ("tp: 1", {"seq_length": 500}, ":2: strategies[0].max_length: ", "512 is longer than --seq-length 500"),
+    "too long by one": (
+        "tp: 1",
+        {"seq_length": 511},
+        ":2: strategies[0].max_length: ",
+        "512 is longer than --seq-length 511",
+    ),
     "padded over the budget": (
         "cp: 8\n    tokens_per_microbatch: 513",
         {},
