@@ -85,7 +85,7 @@ def _execute(script: Path, namespace: dict[str, Any]) -> None:
         del namespace[name]
     namespace.update(__file__=str(script), __doc__=None, __package__=None)
     namespace.pop("__annotations__", None)
-    exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), namespace)
+    exec(compile(script.read_bytes(), str(script), "exec", dont_inherit=True), namespace)  # nosec B102
 
 
 if __name__ == "__main__":

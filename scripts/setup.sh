@@ -7,6 +7,7 @@
 #   PYTHON=...                  the interpreter (default: the first Python 3.11 to 3.13 on PATH, python3 first)
 #   HOTSPA_VENV=...             another place than .venv
 #   HOTSPA_MEGATRON=...         another megatron-core release than the one that the tests know
+#   HOTSPA_LOCKED=1             exactly the releases in requirements/, each file held against its hash; for CI and images
 #
 # A torch or megatron-core that the interpreter already has, as GPU images do, is used as it is. pip's own settings
 # (PIP_INDEX_URL, PIP_CONSTRAINT, ...) are honoured. The plan is kept in the environment and written last: where it is
@@ -19,6 +20,7 @@ stamp=$venv/hotspa-plan
 ours=$venv/made-by-hotspa-setup
 log=$venv-setup/setup.log
 megatron_release=${HOTSPA_MEGATRON:-0.19.2}
+locked=${HOTSPA_LOCKED:-}
 
 fail() {
     printf 'setup: %s\n' "$*" >&2
@@ -112,10 +114,19 @@ make_plan() {
         "requires $requires" \
         "setup.cfg $(cksum <"$root/setup.cfg")" \
         "checkout $root")
+    if [[ -n $locked ]]; then
+        [[ -z ${HOTSPA_MEGATRON:-} ]] || fail "HOTSPA_LOCKED and HOTSPA_MEGATRON: only one release is locked; unset one"
+        plan+=$(printf '\nlocked %s' "$(cat "$root"/requirements/{locked,torch,megatron}.txt | cksum)")
+    fi
 }
 
 up_to_date() {
-    [[ -f $stamp && $(<"$stamp") == "$plan" ]] && "$venv/bin/python" -c '' 2>/dev/null
+    [[ -f $stamp ]] || return 1
+    local made
+    made=$(<"$stamp")
+    # What was made from locked releases serves those, too, who did not ask for them.
+    [[ -n $locked ]] || made=${made%%$'\n'locked *}
+    [[ $made == "$plan" ]] && "$venv/bin/python" -c '' 2>/dev/null
 }
 
 check_tools() {
@@ -212,15 +223,31 @@ number=0
 steps=6
 printf 'setup: making %s (a few minutes; log: %s)\n' "$venv" "$log"
 step "environment with Python $version" make_environment
+checked=(install --no-deps --require-hashes)
 if [[ $torch == of* ]]; then
     step "torch $torch" true
-else
+elif [[ -z $locked ]]; then
     step "$torch" "${pip[@]}" install "$torch"
+elif grep -q "^# checked builds for CPU:.*\bcp$(cut -d. -f1,2 <<<"$version" | tr -d .)\b" "$root/requirements/torch.txt"; then
+    step "torch of requirements/torch.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/torch.txt"
+else
+    # PyTorch's own index has files that PyPI has not; scripts/lock.sh adds their hashes where it reaches it.
+    release=$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' "$root/requirements/torch.txt")
+    step "$release, whose file for this Python has no known hash" "${pip[@]}" install "$release"
 fi
-read -r -a words <<<"$requires"
-step "what setup.cfg asks for" "${pip[@]}" install "${words[@]}"
+if [[ -n $locked ]]; then
+    step "requirements/locked.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/locked.txt"
+else
+    read -r -a words <<<"$requires"
+    step "what setup.cfg asks for" "${pip[@]}" install "${words[@]}"
+fi
 if [[ $megatron == of* ]]; then
     step "megatron-core $megatron" true
+elif [[ -n $locked ]]; then
+    read -r -a words <<<"$megatron"
+    unset 'words[-1]'
+    step "requirements/megatron.txt" \
+        "${pip[@]}" "${checked[@]}" "${words[@]}" --requirement "$root/requirements/megatron.txt"
 else
     read -r -a words <<<"$megatron"
     step "${words[-1]}" "${pip[@]}" install --no-deps "${words[@]}"

@@ -41,7 +41,7 @@ _OPTIONAL: Final = (
 )
 _TESTED_MEGATRON: Final = ((0, 17), (0, 20))
 """First release that is supported, and the first that is not known."""
-_SHARED_MEMORY: Final = Path("/dev/shm")
+_SHARED_MEMORY: Final = Path("/dev/shm")  # nosec B108
 _LEAST_SHARED_BYTES: Final = 1 << 30
 _LEAST_FILES: Final = 4096
 _NETWORK_FOLDER: Final = Path("/sys/class/net")
@@ -202,12 +202,12 @@ def _shared_memory() -> Finding:
     try:
         total = shutil.disk_usage(_SHARED_MEMORY).total
     except OSError as error:
-        return Finding(what="/dev/shm", found=str(error.strerror), state="note")
+        return Finding(what=str(_SHARED_MEMORY), found=str(error.strerror), state="note")
     size = f"{total / 2**30:.1f} GiB"
     if total < _LEAST_SHARED_BYTES:
         fix = "give at least 1 GiB: docker run --shm-size 16g (NCCL and data loaders use it)"
-        return Finding(what="/dev/shm", found=size, state="problem", fix=fix)
-    return Finding(what="/dev/shm", found=size)
+        return Finding(what=str(_SHARED_MEMORY), found=size, state="problem", fix=fix)
+    return Finding(what=str(_SHARED_MEMORY), found=size)
 
 
 def _limits() -> Iterator[Finding]:
