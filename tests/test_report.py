@@ -239,7 +239,17 @@ def test_the_page_holds_everything_itself(tmp_path: Path) -> None:
     assert page.references == [] and "script" not in page.tags and "@import" not in text and "url(http" not in text
     assert page.tags.count("svg") == 12  # six charts, for wide and for narrow screens
     assert len(page.identifiers) == len(set(page.identifiers)) > 0
-    for shown in (GUEST, SIBLING, HOME, "wait for switches", "static (modelled)", "GB/s", "1.2", "30 steps, 1 to 30"):
+    for shown in (
+        GUEST,
+        SIBLING,
+        HOME,
+        "wait for switches",
+        "static (modelled)",
+        "GB/s",
+        "1.23x",
+        "40.5 GB",
+        "30 steps, 1 to 30",
+    ):
         assert shown in text
     # The first step's nine seconds of warming up must not squash the others.
     assert "The first step, which also warms up, took 14 s" in text

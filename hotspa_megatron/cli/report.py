@@ -128,7 +128,7 @@ def _tiles(steps: Sequence[StepEntry]) -> list[tuple[str, str]]:
         ("tokens per second", f"{tokens / seconds:,.0f}" if seconds else "-"),
         ("segments per step", f"{statistics.mean(len(step.segments) for step in steps):.1f}"),
         ("padding", f"{1 - tokens / computed:.1%}" if computed else "-"),
-        ("moved per step", f"{sum(move.num_bytes for move in moves) / 1e9 / len(steps):.3g} GB"),
+        ("moved per step", _size(sum(move.num_bytes for move in moves) / len(steps))),
         ("of that hidden", _hidden(moves)),
     ]
     modelled = [step for step in steps if step.static_modelled_s is not None and step.step_s]
@@ -199,6 +199,14 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 
     return f"<div class=table><table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table></div>"
+
+
+def _size(count: float) -> str:
+    """Bytes in the unit that leaves few digits."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= 0.1 * size:
+            return f"{_digits(count / size)} {unit}"
+    return f"{_digits(count / 1e3)} KB" if count else "nothing"
 
 
 def _digits(value: float) -> str:
