@@ -24,7 +24,7 @@ from tests.training import SCRIPT, SP, Job, arguments, corpus, flag, train
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 
-NODES, RANKS_PER_NODE, ITERATIONS = 4, 2, 90
+NODES, RANKS_PER_NODE, ITERATIONS = 4, 2, 40
 CONFIG = """
 strategies:
   - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
@@ -67,14 +67,24 @@ def unbroken() -> list[tuple[int, float]]:
     return logged(log)
 
 
+# The training script, which begins when a file is there.
+LATER = f"""
+import os, time
+from pathlib import Path
+while not Path(os.environ["BEGIN"]).exists():
+    time.sleep(0.2)
+exec(compile(Path({str(SCRIPT)!r}).read_text(), {str(SCRIPT)!r}, "exec"))
+"""
+
+
 class Training:
     """A submitted training and what it leaves behind."""
 
     def __init__(self, slurm: Cluster, folder: Path, *options: str, **settings: str) -> None:
         self._slurm, self.steps, self.output = slurm, folder / "steps.json", folder / "job.out"
         environment = {
-            **ON_CPU, **settings, "PYTHON": sys.executable, "SCRIPT": str(SCRIPT), "PYTHONPATH": str(REPOSITORY),
-            "HOTSPA_STEP_LOG": str(self.steps), "CHECKPOINTS": str(folder / "saved"),
+            **ON_CPU, "PYTHON": sys.executable, "SCRIPT": str(SCRIPT), "PYTHONPATH": str(REPOSITORY),
+            "HOTSPA_STEP_LOG": str(self.steps), "CHECKPOINTS": str(folder / "saved"), **settings,
         }  # fmt: skip
         self.job = slurm.submit(
             f"--chdir={REPOSITORY}", f"--nodes={NODES}", f"--ntasks-per-node={RANKS_PER_NODE}", "--time=30",
@@ -86,6 +96,13 @@ class Training:
         deadline = time.monotonic() + 300
         while len(logged(self.steps)) < count:
             assert self._slurm.state(self.job) in ("PENDING", "RUNNING", "CONFIGURING"), self.output.read_text()[-3000:]
+            assert time.monotonic() < deadline, self.output.read_text()[-3000:]
+            time.sleep(0.2)
+
+    def wait_until_told(self) -> None:
+        """Until Slurm has told the job's script that its time is nearly over."""
+        deadline = time.monotonic() + 150
+        while not self.output.exists() or "got USR1: the ranks are to save and end" not in self.said:
             assert time.monotonic() < deadline, self.output.read_text()[-3000:]
             time.sleep(0.2)
 
@@ -125,10 +142,13 @@ def test_preempted_it_saves_and_goes_on_with_the_unbroken_runs_losses(slurm: Clu
 
 def test_at_its_time_limit_it_saves_and_goes_on_with_the_unbroken_runs_losses(slurm: Cluster, tmp_path: Path) -> None:
     """By torchrun, with static node ranks."""
-    training = Training(slurm, tmp_path, LAUNCHER="torchrun")
-    training.wait("RUNNING")
-    # The signal is due 5 minutes before the end, and Slurm looks every half minute: soon.
-    slurm.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=5")
+    begin, script = tmp_path / "begin", tmp_path / "later.py"
+    script.write_text(LATER)
+    # The signal is due 5 minutes before the end, which is at once, and Slurm looks every half minute: training must not be
+    # through by then, however fast it is.
+    training = Training(slurm, tmp_path, "--time=5", LAUNCHER="torchrun", SCRIPT=str(script), BEGIN=str(begin))
+    training.wait_until_told()
+    begin.touch()
     training.wait("PENDING")
     slurm.run("scontrol", "update", f"JobId={training.job}", "TimeLimit=30")
     training.wait("COMPLETED")
