@@ -211,7 +211,7 @@ LOW_PRECISION = {
 }
 
 
-@pytest.mark.parametrize("kind", LOW_PRECISION)
+@pytest.mark.parametrize("kind", ["fp16", pytest.param("bf16", marks=pytest.mark.long)])
 def test_low_precision_differs_by_no_more_than_static_layouts_do(kind: str) -> None:
     flags = LOW_PRECISION[kind].split()
     tp, dp, mixed = (run(home, config, *flags) for home, config in ((TP2, STATIC), (DP2, STATIC), (TP2, GUEST)))
