@@ -228,12 +228,13 @@ if [[ $torch == of* ]]; then
     step "torch $torch" true
 elif [[ -z $locked ]]; then
     step "$torch" "${pip[@]}" install "$torch"
-elif grep -q "^# checked builds for CPU:.*\bcp$(cut -d. -f1,2 <<<"$version" | tr -d .)\b" "$root/requirements/torch.txt"; then
+elif [[ $(uname -m) == x86_64 ]] &&
+    grep -q "^# checked builds for CPU:.*\bcp$(cut -d. -f1,2 <<<"$version" | tr -d .)\b" "$root/requirements/torch.txt"; then
     step "torch of requirements/torch.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/torch.txt"
 else
     # PyTorch's own index has files that PyPI has not; scripts/lock.sh adds their hashes where it reaches it.
     release=$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' "$root/requirements/torch.txt")
-    step "$release, whose file for this Python has no known hash" "${pip[@]}" install "$release"
+    step "$release, whose file for this Python and machine has no known hash" "${pip[@]}" install "$release"
 fi
 if [[ -n $locked ]]; then
     step "requirements/locked.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/locked.txt"
