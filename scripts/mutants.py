@@ -325,7 +325,7 @@ MUTANTS: Final = (
     ),
     *_of(
         f"{RUNTIME}/attention.py",
-        ["tests/test_attention.py", "-k", "not context_parallel_ranks and not megatrons"],
+        ["tests/test_attention.py", "-k", "not context_parallel_ranks"],
         {
             "chunks swapped": (
                 "starts + (2 * cp - 1 - rank) * chunks), dim=1)",

@@ -314,6 +314,8 @@ def test_zigzag_is_a_permutation_of_every_sequence(units: list[int], cp: int) ->
     for start, end in pairwise(marks):
         local = slice(start // cp, end // cp)
         assert all(bool(((start <= indices[local]) & (indices[local] < end)).all()) for indices in ranks)
+        # A query sees as many keys as come before it, so every rank has the same work where positions sum up alike.
+        assert len({int(indices[local].sum()) for indices in ranks}) == 1
 
 
 def test_zigzag_refusals() -> None:
