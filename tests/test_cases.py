@@ -14,7 +14,7 @@ def named(row: str) -> list[tuple[str, str]]:
     """(file, test or "" for the whole file) of a row's last cell."""
     found = []
     for part in row.rsplit("|", 2)[1].split(";"):
-        file, *names = re.findall(r"`(test_\w+(?:\.py|\.\.\.)?)", part)
+        file, *names = re.findall(r"`((?:slurm/)?test_\w+(?:\.py|\.\.\.)?)", part)
         found += [(file, name) for name in names] or [(file, "")]
     return found
 
