@@ -242,9 +242,6 @@ def test_the_cpu_image_is_built_and_its_user_is_not_root(images: Images, cpu_ima
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_the_demo_runs_inside(images: Images, cpu_image: str) -> None:
-    command = ("bash", "scripts/demo.sh", "--iterations", "2")
-    found = lines(inside(images, cpu_image, *command, limit_s=900))
+    found = lines(inside(images, cpu_image, "bash", "scripts/demo.sh", "--iterations", "2", limit_s=900))
     assert any("up to date" in line for line in found), "the environment was made anew"
     assert any(re.match(r"2 steps, [\d,]+ tokens: the same training", line) for line in found), found
-    broken = inside(images, cpu_image, *command, "--break", "fold", limit_s=900)
-    assert broken.returncode == 1 and "NOT the same training" in broken.stdout
