@@ -383,7 +383,6 @@ MUTANTS: Final = (
                 "boundaries.append(begin + piece.length)",
             ),
         },
-        ranks=True,
     ),
     *_of(
         "hotspa_megatron/hooks/forward_backward.py",
