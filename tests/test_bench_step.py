@@ -116,3 +116,27 @@ def test_bad_input_is_one_line(
     assert main(["bench", "step", *options]) == 2
     said = capsys.readouterr().err
     assert problem in said and said.count("\n") == 1
+
+
+def test_under_torchrun_all_ranks_find_the_same_data() -> None:
+    case = (
+        "--only",
+        "cp2,ours",
+        "--rounds",
+        "1",
+        "--sequences",
+        "8",
+        "--seq-length",
+        "1024",
+        "--layers",
+        "2",
+        "--json",
+    )
+    done = run_module(
+        "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "hotspa_megatron.cli.main", "bench", "step", *case,
+    )  # fmt: skip
+    assert done.returncode in (0, 3), done.stderr  # 3: too noisy to be judged
+    result = json.loads(done.stdout)
+    assert result["case"]["ranks"] == 2 and not result["different"]
+    assert all(len(each["losses"]) >= 2 for each in result["contenders"].values())

@@ -7,13 +7,16 @@ train the same documents from the same weights, so losses and gradient norms mus
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
+import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -307,6 +310,26 @@ def megatron_arguments(case: Case, contender: Contender, *, corpus: Path, cache:
 # ------------------------------------------------------------------------------------------------------------ measuring
 
 
+@contextlib.contextmanager
+def _folder(world: World) -> Iterator[Path]:
+    """A folder with one path on all ranks, for Megatron names its index by the data's path and builds it on rank 0 alone.
+
+    Under torchrun it lies where temporary files do (TMPDIR), which several nodes have to share.
+    """
+    if world.alone:
+        with tempfile.TemporaryDirectory(prefix="hotspa-bench-") as name:
+            yield Path(name)
+        return
+    run = re.sub(r"\W", "-", f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['MASTER_PORT']}")
+    folder = Path(tempfile.gettempdir()) / f"hotspa-bench-{run}"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield folder
+    finally:
+        if world.first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _measure(
     case: Case, chosen: Sequence[Contender], world: World, *, rounds: int, limit_s: int, say: Callable[[str], None]
 ) -> dict[str, Taken]:
@@ -318,11 +341,11 @@ def _measure(
         f"{case.max_tokens_per_rank:,} tokens per rank"
     )
     lengths = drawn_lengths(case)
-    with Jobs(world, rank.prepare) as jobs, tempfile.TemporaryDirectory(prefix="hotspa-bench-") as name:
-        folder = Path(name)
-        rank.write_corpus(folder / "lengths", lengths.tolist(), vocabulary=case.vocabulary, seed=case.seed)
-        whole_text = [case.full_sequences * case.seq_length]
-        rank.write_corpus(folder / "full", whole_text, vocabulary=case.vocabulary, seed=case.seed)
+    with Jobs(world, rank.prepare) as jobs, _folder(world) as folder:
+        if world.alone or os.environ["LOCAL_RANK"] == "0":
+            rank.write_corpus(folder / "lengths", lengths.tolist(), vocabulary=case.vocabulary, seed=case.seed)
+            whole_text = [case.full_sequences * case.seq_length]
+            rank.write_corpus(folder / "full", whole_text, vocabulary=case.vocabulary, seed=case.seed)
         started: dict[str, Ranks] = {}
         for each in chosen:
             words = megatron_arguments(
