@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, Literal, TypeVar
 
 import yaml
 
@@ -76,8 +76,8 @@ class Value:
         """An error at this value; ``problem`` says what is wrong, then the fix after a semicolon."""
         return config_error(self.path, self.line, self.key or "file", problem)
 
-    def integer(self) -> int:
-        """A whole number of at least 1, written in plain decimal digits."""
+    def integer(self, *, least: Literal[0, 1] = 1, most: int = LARGEST_INTEGER) -> int:
+        """A whole number of at least ``least``, written in plain decimal digits."""
         text = self._scalar("a whole number")
         if self._is_null(text):
             raise self.error("has no value; write a whole number or remove the key")
@@ -89,10 +89,10 @@ class Value:
             raise self.error(
                 f"{shown(text)} is not a whole number; {_missing_space(text) or 'write decimal digits only'}"
             )
-        if text.startswith("-") or text == "0":
-            raise self.error(f"{text} is less than 1; write a whole number of at least 1")
-        if len(text) > len(str(LARGEST_INTEGER)) or int(text) > LARGEST_INTEGER:
-            raise self.error(f"{shown(text)} is too large; write at most {LARGEST_INTEGER}")
+        if text.startswith("-") or (text == "0" and least):
+            raise self.error(f"{text} is less than {least}; write a whole number of at least {least}")
+        if len(text) > len(str(most)) or int(text) > most:
+            raise self.error(f"{shown(text)} is too large; write at most {most}")
         return int(text)
 
     def boolean(self) -> bool:
