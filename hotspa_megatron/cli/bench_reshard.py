@@ -15,11 +15,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.options import numbers
+from hotspa_megatron.planning.known_models import llama
 from hotspa_megatron.planning.legality import tp_problem
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy, stage_layers
@@ -42,18 +42,10 @@ exit code: 1 where a move left another value than it should have, 2 for bad inpu
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Width:
-    layers: int
-    hidden: int
-    ffn: int
-    vocab: int
-
-
-_WIDTHS: Final[Mapping[int, _Width]] = {
-    12: _Width(layers=8, hidden=240, ffn=640, vocab=960),
-    55: _Width(layers=8, hidden=512, ffn=1376, vocab=2048),
-    110: _Width(layers=16, hidden=512, ffn=1376, vocab=4096),
+_MODELS: Final[Mapping[int, ModelShape]] = {
+    12: llama(layers=8, hidden=240, ffn=640, heads=8, groups=8, vocab=960, seq_length=4096),
+    55: llama(layers=8, hidden=512, ffn=1376, heads=8, groups=8, vocab=2048, seq_length=4096),
+    110: llama(layers=16, hidden=512, ffn=1376, heads=8, groups=8, vocab=4096, seq_length=4096),
 }
 """By megabytes of bf16 parameters: LLaMA-like models that split over tp 8 and pp 8."""
 _LEAST_REPEATS: Final = 5
@@ -103,10 +95,10 @@ def _run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> No
     if arguments.repeats < _LEAST_REPEATS:
         raise ValueError(f"--repeats must be at least {_LEAST_REPEATS}, not {arguments.repeats}")
     sizes = numbers(arguments.sizes, flag="--sizes", rising=True)
-    unknown = [size for size in sizes if size not in _WIDTHS]
+    unknown = [size for size in sizes if size not in _MODELS]
     if unknown:
         raise ValueError(f"--sizes: there is no model of {unknown[0]} MB; the models are of 12, 55 and 110 MB")
-    cases = [(shape_of(size), *pair) for size in sizes for pair in _pairs(arguments, world)]
+    cases = [(_MODELS[size], *pair) for size in sizes for pair in _pairs(arguments, world)]
     for shape, *pair in cases:
         for strategy in pair:
             problem = tp_problem(shape, strategy.tp)
@@ -122,34 +114,6 @@ def _run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> No
         _measure(arguments, cases)
     else:
         _start_ranks(arguments, world)
-
-
-def shape_of(size_mb: int) -> ModelShape:
-    """The model whose bf16 parameters take so many megabytes."""
-    width = _WIDTHS[size_mb]
-    return ModelShape(
-        num_layers=width.layers,
-        hidden_size=width.hidden,
-        ffn_hidden_size=width.ffn,
-        num_attention_heads=8,
-        num_query_groups=8,
-        kv_channels=width.hidden // 8,
-        padded_vocab_size=width.vocab,
-        seq_length=4096,
-        gated_linear_unit=True,
-        tied_embeddings=False,
-        rms_norm=True,
-        qk_layernorm=False,
-        linear_bias=False,
-        qkv_bias=False,
-        learned_positions=None,
-        sequence_parallel=True,
-        layers_in_first_stage=None,
-        layers_in_last_stage=None,
-        parameter_bytes=2,
-        gradient_bytes=4,
-        distributed_optimizer=True,
-    )
 
 
 def name_of(strategy: Strategy) -> str:
