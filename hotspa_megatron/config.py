@@ -47,7 +47,7 @@ Untested: TypeAlias = Literal["fp8", "megatron"]
 
 _TOP_KEYS: Final = (
     *("strategies", "home", "samples", "overlong", "mock_lengths", "merge", "switch", "check_plans", "get_batch"),
-    *("trace", "allow_untested"),
+    *("verify_every", "trace", "allow_untested"),
 )
 _STRATEGY_KEYS: Final = (
     "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
@@ -56,7 +56,7 @@ _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch",
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
-_TOP_REFUSED: Final = dict.fromkeys(("verify_every", "watchdog_s", "start_sample"), _NOT_YET)
+_TOP_REFUSED: Final = dict.fromkeys(("watchdog_s", "start_sample"), _NOT_YET)
 _STRATEGY_REFUSED: Final = {
     "ep": _NOT_YET,
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
@@ -140,6 +140,8 @@ class HotSPaConfig:
     """Whether a step may run a length group under a longer one's strategy where its own would cost more than it saves."""
     switch: SwitchConfig = SwitchConfig()
     check_plans: bool = True
+    verify_every: int | None = None
+    """Steps between self-checks of parameters and gradients; None for none."""
     get_batch: str | None = None
     trace: str | None = None
     """A folder below --save (without it, below where the job starts) for the log of all steps and the timeline of the
@@ -188,6 +190,7 @@ class HotSPaConfig:
             "merge": self.merge,
             "switch": [getattr(self.switch, key) for key in _SWITCH_KEYS],
             "check_plans": self.check_plans,
+            "verify_every": self.verify_every,
             "get_batch": self.get_batch,
             "trace": self.trace,
             "allow_untested": self.allow_untested,
@@ -256,6 +259,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         merge=_merge(top["merge"]) if "merge" in top else "auto",
         switch=_switch(top["switch"]) if "switch" in top else SwitchConfig(),
         check_plans=top["check_plans"].boolean() if "check_plans" in top else True,
+        verify_every=_verify_every(top["verify_every"]) if "verify_every" in top else None,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
         trace=_trace(top["trace"]) if "trace" in top else None,
         allow_untested=_untested(top["allow_untested"]) if "allow_untested" in top else (),
@@ -371,6 +375,10 @@ def _switch(value: Value) -> SwitchConfig:
         max_group_mb=None if limit is None or limit.text() is None else limit.integer(),
         key_lines=tuple(KeyLine(name, key.line) for name, key in keys.items()),
     )
+
+
+def _verify_every(value: Value) -> int | None:
+    return None if value.text() is None else value.integer(least=0) or None
 
 
 def _get_batch(value: Value) -> str | None:

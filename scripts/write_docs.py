@@ -46,6 +46,8 @@ MEANINGS: Final = {
     "switch.transport": "what moves travel with; auto: the job's own backend",
     "switch.max_group_mb": "the most MiB of a rank that the communicators of added strategies may take | `null`: no limit",
     "check_plans": "compare every step's plan across ranks",
+    "verify_every": "check, in every step that it divides, that copies of parameters are the same bits, after switches too, and "
+    "that the step's gradient is that of home alone: [how](debugging.md#checks-while-it-trains) | `null` or 0: never",
     "get_batch": "`pkg.mod:function` from our micro-batch to what your forward_step expects, where that cannot be read | `null`",
     "trace": "a folder for the log of all steps and the timeline of the first ones, which `hotspa report` draws | `null`",
     "allow_untested": "what may run although the authors never ran it",

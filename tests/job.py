@@ -34,6 +34,8 @@ class Mix:
     """Keys and values of ``switch``, as the file has them in braces."""
     budget: int | None = None
     """Home's tokens per micro-batch; None leaves it out."""
+    more: str = ""
+    """Further lines of the file."""
 
     @property
     def entries(self) -> list[str]:
@@ -75,6 +77,7 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
         + "".join(f"\n  - {entry}" for entry in mix.entries)
         + "\nmerge: never\nswitch: {" + mix.switch + "}\n"
         + ("" if mix.budget is None else f"home: {{tokens_per_microbatch: {mix.budget}}}\n")
+        + mix.more
     )  # fmt: skip
     sys.argv = ["pretrain", *arguments_of(mix), "--hotspa-config", str(config)]
     args = _start_megatron()

@@ -269,7 +269,6 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
     "batch path": ("strategies: []\nget_batch: a/b.py:f\n", 2, "get_batch", "write pkg.mod:function or null"),
 }
 NOT_YET = (
-    "verify_every: 0",
     "watchdog_s: 60",
     "start_sample: null",
 )
@@ -281,6 +280,8 @@ BAD["untested"] = (
     "allow_untested[0]",
     "'fp16' is not known; write fp8 or megatron",
 )
+for _often in ("-1", "1.5", "yes", '"10"', "9999999999"):
+    BAD[f"verify_every {_often}"] = (f"strategies: []\nverify_every: {_often}\n", 2, "verify_every", "write ")
 BAD["untested alone"] = ("strategies: []\nallow_untested: fp8\n", 2, "allow_untested", "where a list is due")
 for _folder in ("/tmp/a", "../a", "a/../../b", "~/a", ".", '""'):
     BAD[f"trace {_folder}"] = (f"strategies: []\ntrace: {_folder}\n", 2, "trace", "write a ")
@@ -300,6 +301,13 @@ def test_a_folder_for_timelines_is_read(tmp_path: Path) -> None:
     configs = [load_config(write(tmp_path, f"strategies: []\n{text}")) for text in texts]
     assert [each.trace for each in configs] == [None, None, "runs/a"]
     assert configs[0].digest() == configs[1].digest() != configs[2].digest()
+
+
+def test_steps_between_self_checks_are_read(tmp_path: Path) -> None:
+    texts = ("", "verify_every: null\n", "verify_every: 0\n", "verify_every: 500\n")
+    configs = [load_config(write(tmp_path, f"strategies: []\n{text}")) for text in texts]
+    assert [each.verify_every for each in configs] == [None, None, None, 500]
+    assert configs[0].digest() == configs[2].digest() != configs[3].digest()
 
 
 def test_how_a_strategy_recomputes_and_interleaves_is_read(tmp_path: Path) -> None:

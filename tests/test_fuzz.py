@@ -157,7 +157,7 @@ def configurations(draw: st.DrawFn) -> str:
         "get_batch": ("null", "a.b:c", "os:system", "a b"),
         "trace": ("null", "trace", "a/b", "../x", "/tmp/x", "~", "a/../../b"),
         "allow_untested": ("[]", "[fp8]", "[fp8, megatron]"),
-        "verify_every": ("10",),
+        "verify_every": ("10", "0", "null", "-1", "1.5"),
         "watchdog_s": ("10",),
     }
     for key, values in choices.items():

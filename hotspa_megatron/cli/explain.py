@@ -214,6 +214,7 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
             name: getattr(config.switch, name) for name in ("chunk_mb", "prefetch", "transport", "max_group_mb")
         },
         "check_plans": config.check_plans,
+        "verify_every": config.verify_every,
         "get_batch": config.get_batch,
         "strategies": [
             {

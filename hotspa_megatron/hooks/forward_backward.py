@@ -123,7 +123,7 @@ class StepRunner:
         check_plans: bool,
         log: Callable[[str], None],
     ) -> None:
-        self._args, self._states, self._planner = args, states, planner
+        self._args, self._states, self.planner = args, states, planner
         self._model, self._guests = list(model), guests
         self._transport, self._topology, self._switching = transport, topology, switch
         self._check_plans, self._log = check_plans, log
@@ -152,13 +152,14 @@ class StepRunner:
         step: Step,
         loader: StepLoader,
         timeline: Timeline | None = None,
+        switched: Callable[[Guest], None] | None = None,
         **options: Any,
     ) -> tuple[list[Any], StepRecord]:
         """Forward and backward of a whole step; gradients end at home, divided by the step's valid tokens.
 
-        ``timeline``: the step's, where it began before. ``options`` are those of Megatron's schedules. Returns what the
-        training loop expects of a schedule (one loss report on home's last pipeline stage, else none) and the record of
-        the step.
+        ``timeline``: the step's, where it began before. ``switched``: called when a guest's parameters have arrived.
+        ``options`` are those of Megatron's schedules. Returns what the training loop expects of a schedule (one loss report
+        on home's last pipeline stage, else none) and the record of the step.
         """
         self._timeline = timeline = timeline or Timeline()
         record, tally = StepRecord(timeline=timeline), _Tally()
@@ -168,7 +169,7 @@ class StepRunner:
             self._sync_home_parameters(step)
         finalize = _config(self._model).finalize_model_grads_func
         try:
-            folds = self._run_segments(forward_step_func, step, loader, record, tally, **options)
+            folds = self._run_segments(forward_step_func, step, loader, record, tally, switched, **options)
         finally:
             # After a step nothing of a guest stays, after a failed one either. What still arrives there ends first.
             self._fetch = None
@@ -197,6 +198,7 @@ class StepRunner:
         loader: StepLoader,
         record: StepRecord,
         tally: _Tally,
+        switched: Callable[[Guest], None] | None,
         **options: Any,
     ) -> list[_Fetch]:
         """Forward and backward of every segment in order; returns the folds under way."""
@@ -215,6 +217,8 @@ class StepRunner:
                     if resident is not None:
                         resident.release_parameters()
                     resident = guest
+                    if switched is not None:
+                        switched(guest)
                 else:
                     guest.materialise()
                 self._prefetch(guest, step.plan.segments[position + 1 :])
@@ -284,7 +288,7 @@ class StepRunner:
                 )
             )
             model = self._guests[strategy].model if segment.kind is Kind.GUEST else self._model
-            stack.enter_context(recomputing(model, self._planner.groups[segment.group].recompute))
+            stack.enter_context(recomputing(model, self.planner.groups[segment.group].recompute))
             stack.enter_context(packed_only(model))
             get_batch.mark_segment(True)
             try:
@@ -325,7 +329,7 @@ class StepRunner:
             config.finalize_model_grads_func = previous
 
     def _iterator(self, step: Step, segment: Segment, loader: StepLoader) -> SegmentIterator:
-        alignment = self._planner.groups[segment.group].alignment
+        alignment = self.planner.groups[segment.group].alignment
         at = segment.strategy.coordinates(self._rank)
         return SegmentIterator(step, segment, loader.samples, at, alignment)
 
@@ -443,8 +447,11 @@ class StepRunner:
         """
         segments = step.plan.segments
         first = segments[0] if segments else None
-        if first is not None and first.kind is not Kind.GUEST and all(first.micro_batches):
-            return
+        if first is None or first.kind is Kind.GUEST or not all(first.micro_batches):
+            self.complete_parameters()
+
+    def complete_parameters(self) -> None:
+        """Complete an overlapped all-gather of home's parameters, if one is under way or due. Collective."""
         for chunk in self._model:
             if not chunk.ddp_config.overlap_param_gather or not chunk.remove_forward_pre_hook_handles:
                 continue

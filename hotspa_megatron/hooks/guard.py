@@ -266,13 +266,15 @@ class Guard:
         everyones = _reduced(off, dist.ReduceOp.MAX)
         worst = int(everyones.argmax())
         if not everyones[worst] <= allowed:
-            self._fail_on_gradient(check, worst, float(off[worst]), alone, step, allowed)
+            others = int((~(everyones <= allowed)).sum()) - 1
+            self._fail_on_gradient(check, worst, others, float(off[worst]), alone, step, allowed)
         return f"the gradient is off by {everyones[worst]:.1e} from that of home alone (allowed {allowed:.0e})"
 
     def _fail_on_gradient(
         self,
         check: _Check,
         parameter: int,
+        others: int,
         off: float,
         alone: list[NDArray[np.float64]],
         step: list[NDArray[np.float64]],
@@ -290,7 +292,8 @@ class Guard:
         self._fail(
             check.iteration,
             f"the gradient of {self._name(parameter)} on {_ranks(wrong)} is off by {most:.1e} from that of home alone "
-            f"(allowed {allowed:.0e}); element {place} is {value:.9g}, in home alone {wanted:.9g}",
+            f"(allowed {allowed:.0e}), and so {'is' if others == 1 else 'are'} {others} more of {len(self._layout.parameters)} "
+            f"parameters; element {place} is {value:.9g}, in home alone {wanted:.9g}",
         )
 
     def _allowed(self) -> float:
@@ -312,7 +315,7 @@ class Guard:
     def _fail(self, iteration: int, problem: str) -> NoReturn:
         raise RuntimeError(
             f"verify_every: iteration {iteration}: {problem}; the job ends here, as it would train on with wrong numbers: "
-            "look at these ranks' devices and go on from a checkpoint before this iteration"
+            "look at these ranks' devices, or report it, and go on from a checkpoint before this iteration"
         )
 
 

@@ -22,8 +22,9 @@ from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, Untested, load_
 from hotspa_megatron.hooks import arguments, auto, compat, cpu, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.costs import decide_costs, decide_estimator
-from hotspa_megatron.hooks.data import StepLoader
+from hotspa_megatron.hooks.data import Step, StepBatch, StepLoader
 from hotspa_megatron.hooks.forward_backward import StepRecord, StepRunner, count_work
+from hotspa_megatron.hooks.guard import Guard
 from hotspa_megatron.hooks.model import LogicalModel, build_guest, builder_for, read_home
 from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates, recording_groups
 from hotspa_megatron.hooks.patching import Patches
@@ -123,6 +124,7 @@ class Session:
         self.transport: BatchedTransport | None = None
         self.topology = Topology.flat(args.world_size)
         self.runner: StepRunner | None = None
+        self.guard: Guard | None = None
         self.train_dataset: Any = None
         self.loader: StepLoader | None = None
         self.folder = _run_folder(args, resolved.config.trace)
@@ -142,19 +144,34 @@ class Session:
         self._planner = self._plan_by_costs(logical)
         # Each guest once, in the order of the file, however many length groups it serves.
         layers = {s.strategy: s.stages for s in self.resolved.strategies if s.kind is Kind.GUEST}
-        self.runner = StepRunner(
+        make_runner = functools.partial(
+            StepRunner,
             args=self.args,
             states=self.states,
-            planner=self.planner,
             logical=logical,
             model=model,
-            guests={guest: build_guest(self.states, guest, logical, layers[guest], build) for guest in layers},
             transport=self.transport,
             topology=self.topology,
             switch=self.resolved.config.switch,
-            check_plans=self.resolved.config.check_plans,
             log=_say,
         )
+        self.runner = make_runner(
+            planner=self.planner,
+            guests={guest: build_guest(self.states, guest, logical, layers[guest], build) for guest in layers},
+            check_plans=self.resolved.config.check_plans,
+        )
+        if self.resolved.config.verify_every is not None:
+            in_home = StepPlanner(self.planner.groups[-1:], self.planner.costs, merge=False)
+            self.guard = Guard(
+                every=self.resolved.config.verify_every,
+                ungraded=_why_ungraded(self.args, self.resolved),
+                alone=make_runner(planner=in_home, guests={}, check_plans=False),
+                home=self.resolved.home.strategy,
+                logical=logical,
+                model=model,
+                say=_say,
+                scaled=bool(self.args.fp16 or self.args.loss_scale),
+            )
         self.report = self._prepare_report(logical)
         return self.runner
 
@@ -181,6 +198,17 @@ class Session:
             what = "length groups are merged where switches do not pay" if merge else "no length group is merged"
             _say(f"{what} (merge: {self.resolved.config.merge}); times are those of {source}")
         return StepPlanner.from_resolved(self.resolved, costs, merge=merge)
+
+
+def _why_ungraded(args: Any, resolved: ResolvedConfig) -> str | None:
+    """Why a step's gradient is not compared with that of home alone; None where it is."""
+    if not resolved.strategies:
+        return "home is the only strategy"
+    if args.hidden_dropout or args.attention_dropout:
+        return "dropout draws other numbers under other strategies"
+    if getattr(args, "fp8", None) or getattr(args, "fp4", None):
+        return "the scales of fp8 and fp4 follow from every pass, so that one more would change the training"
+    return None
 
 
 def current_session() -> Session | None:
@@ -556,6 +584,12 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
         bound = signature.bind(*positional, **options)
         get_batch.serve(bound.arguments["forward_step_func"], _patches, adapter=session.resolved.config.get_batch)
         done: list[tuple[Any, StepRecord, Mark]] = []
+        guard, iteration = session.guard, session.args.curr_iteration + 1
+        if guard is not None and guard.due(iteration):
+            # Outside Megatron's own step, which clears gradients first and may run its pass several times.
+            guard.before(bound.arguments["forward_step_func"], _step_of(loader, next(iter(loader))), loader, iteration)
+        else:
+            guard = None
 
         def forward_backward(*, forward_step_func: Any, data_iterator: Any, **schedule_options: Any) -> Any:
             timeline, began = Timeline(), time.perf_counter()
@@ -563,17 +597,17 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
                 # One iterator per chunk of a pipeline with virtual stages: all say the same.
                 iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
                 batches = [next(iterator) for iterator in iterators]
-                try:
-                    step = loader.step(batches[0])
-                except ValueError as error:  # what a sample is, every rank finds alike
-                    _refuse(error)
+                step = _step_of(loader, batches[0])
             planned = time.perf_counter()
             report.begin(step.plan)
             reports, record = runner.run(
                 forward_step_func=forward_step_func, step=step, loader=loader, timeline=timeline,
+                switched=None if guard is None else guard.switched,
                 force_all_reduce=schedule_options.get("force_all_reduce", False),
             )  # fmt: skip
             record.plan_seconds = planned - began
+            if guard is not None:
+                guard.after(record)
             done[:] = [(step, record, Mark())]
             return reports
 
@@ -589,6 +623,13 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
         return result
 
     return train_step
+
+
+def _step_of(loader: StepLoader, batch: StepBatch) -> Step:
+    try:
+        return loader.step(batch)
+    except ValueError as error:  # what a sample is, every rank finds alike
+        _refuse(error)
 
 
 def _count_work(step: Any, states: ParallelStates) -> None:
