@@ -47,7 +47,7 @@ Untested: TypeAlias = Literal["fp8", "megatron"]
 
 _TOP_KEYS: Final = (
     *("strategies", "home", "samples", "overlong", "mock_lengths", "merge", "switch", "check_plans", "get_batch"),
-    *("verify_every", "trace", "allow_untested"),
+    *("verify_every", "trace", "watchdog_s", "allow_untested"),
 )
 _STRATEGY_KEYS: Final = (
     "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
@@ -56,7 +56,7 @@ _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch",
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
-_TOP_REFUSED: Final = dict.fromkeys(("watchdog_s", "start_sample"), _NOT_YET)
+_TOP_REFUSED: Final = dict.fromkeys(("start_sample",), _NOT_YET)
 _STRATEGY_REFUSED: Final = {
     "ep": _NOT_YET,
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
@@ -146,8 +146,12 @@ class HotSPaConfig:
     trace: str | None = None
     """A folder below --save (without it, below where the job starts) for the log of all steps and the timeline of the
     first ones; ``hotspa report`` draws it. None for neither."""
+    watchdog_s: int | None = 120
+    """Seconds without progress after which the log says which rank is behind; None for never."""
     allow_untested: tuple[Untested, ...] = ()
     """What may run although the authors never ran it."""
+    watchdog_line: int | None = field(default=None, compare=False)
+    """None where the file leaves ``watchdog_s`` out."""
     home_line: int = field(default=1, compare=False)
     overlong_line: int | None = field(default=None, compare=False)
     """None where the file leaves ``overlong`` out."""
@@ -170,7 +174,11 @@ class HotSPaConfig:
 
     def digest(self) -> str:
         """SHA-256 of the contents, equal exactly where two configurations compare equal; for comparing ranks."""
-        contents = {
+        return hashlib.sha256(json.dumps(self.contents(), sort_keys=True).encode()).hexdigest()
+
+    def contents(self) -> dict[str, object]:
+        """What the file says, by key, in plain lists and values; defaults that do not depend on the model are filled in."""
+        return {
             "strategies": [
                 [
                     entry.max_length,
@@ -193,9 +201,9 @@ class HotSPaConfig:
             "verify_every": self.verify_every,
             "get_batch": self.get_batch,
             "trace": self.trace,
+            "watchdog_s": self.watchdog_s,
             "allow_untested": self.allow_untested,
         }
-        return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +270,9 @@ def load_config(path: str | Path) -> HotSPaConfig:
         verify_every=_verify_every(top["verify_every"]) if "verify_every" in top else None,
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
         trace=_trace(top["trace"]) if "trace" in top else None,
+        watchdog_s=_watchdog(top["watchdog_s"]) if "watchdog_s" in top else 120,
         allow_untested=_untested(top["allow_untested"]) if "allow_untested" in top else (),
+        watchdog_line=top["watchdog_s"].line if "watchdog_s" in top else None,
         home_line=document.line if budget is None else budget.line,
         overlong_line=top["overlong"].line if "overlong" in top else None,
     )
@@ -394,6 +404,10 @@ def _trace(value: Value) -> str | None:
     if problem is not None:
         raise value.error(problem)
     return text
+
+
+def _watchdog(value: Value) -> int | None:
+    return None if value.text() in (None, "0") else value.integer()
 
 
 def _untested(value: Value) -> tuple[Untested, ...]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -76,7 +77,16 @@ def main() -> None:
     os.environ[_SCRIPT_VARIABLE] = str(script.resolve())
     # In this very __main__, not through runpy: processes that the script spawns import __main__ again, and so get
     # what `_prepare` does below, and then the script's own names, which they unpickle by.
-    _execute(script, sys.modules["__main__"].__dict__)
+    _recorded(_execute)(script, sys.modules["__main__"].__dict__)
+
+
+def _recorded(run: Callable[[Path, dict[str, Any]], None]) -> Callable[[Path, dict[str, Any]], Any]:
+    """Have torchrun, where it started this process, end with the error of the rank that failed first."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return run
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    return record(run)
 
 
 def _execute(script: Path, namespace: dict[str, Any]) -> None:

@@ -50,6 +50,9 @@ MEANINGS: Final = {
     "that the step's gradient is that of home alone: [how](debugging.md#checks-while-it-trains) | `null` or 0: never",
     "get_batch": "`pkg.mod:function` from our micro-batch to what your forward_step expects, where that cannot be read | `null`",
     "trace": "a folder for the log of all steps and the timeline of the first ones, which `hotspa report` draws | `null`",
+    "watchdog_s": "seconds without progress after which the log says which rank is behind, where, and who waits for it: "
+    "[how to read it](debugging.md#a-job-that-stands-still); at most half of --distributed-timeout-minutes | `120`; `null` or 0: "
+    "never",
     "allow_untested": "what may run although the authors never ran it",
 }
 """What each key means; after a bar its default, where that is not a value."""

@@ -37,7 +37,7 @@ PRELOAD_VARIABLE = "HOTSPA_TEST_PRELOAD"
 GRACE_SECONDS = 2.0
 """How long the other ranks may take to report after the first failure: their tracebacks often name the real cause."""
 DUMP_SECONDS = 0.5
-LOG_TAIL = 4000
+LOG_TAIL = 8000
 
 
 @dataclass
@@ -84,6 +84,7 @@ def run_ranks(
     init_process_group: bool = True,
     env: Mapping[str, str] | None = None,
     prepare: Callable[[], None] | None = None,
+    grace: float = GRACE_SECONDS,
 ) -> list[Any]:
     """Run ``fn(rank, world_size, *args)`` on ``world_size`` processes and return their results in rank order.
 
@@ -91,11 +92,12 @@ def run_ranks(
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT (a port that is kept for them) and ``env``, has one thread, and, with
     ``init_process_group``, a gloo default group. ``timeout`` is in seconds and covers everything but ``prepare``, a
     module-level function that has run, once for all calls that name it, in the process that the ranks are forked from.
+    ``grace``: seconds that the others may take to end by themselves after the first failure.
 
     Raises AssertionError with every rank's traceback (of ranks that hang: where they are) and the tail of its output
     as soon as one rank fails, or at the timeout. No rank is left running in any case.
     """
-    call = _Call(fn, world_size, args, timeout, init_process_group, env)
+    call = _Call(fn, world_size, args, timeout, init_process_group, env, grace)
     if prepare is None:
         return _run(_context(), call)
     if prepare not in _servers:
@@ -113,6 +115,7 @@ class _Call:
     timeout: float
     init_process_group: bool
     env: Mapping[str, str] | None
+    grace: float
 
 
 class _Server:
@@ -199,7 +202,7 @@ def _run(context: ForkServerContext | ForkContext, call: _Call) -> list[Any]:
                 process.start()
                 theirs.close()
                 ranks.append(_Rank(process, ours, folder))
-            _collect(ranks, deadline)
+            _collect(ranks, deadline, call.grace)
             if any(rank.pending or rank.failure for rank in ranks):
                 raise AssertionError(_describe(ranks, call.fn, call.timeout))
             return [rank.value for rank in ranks]
@@ -249,19 +252,31 @@ def _shared_environment(world_size: int, port: int, env: Mapping[str, str] | Non
     return shared | dict(env or {})
 
 
-def _collect(ranks: list[_Rank], deadline: float) -> None:
-    """Read reports until all are in, one failed (plus a grace period), or the deadline has passed."""
+def _collect(ranks: list[_Rank], deadline: float, grace: float) -> None:
+    """Read reports until all are in, one failed (plus a grace period), or the deadline has passed.
+
+    Of ranks that are stopped, which end by nothing but a signal, no report is waited for once another has failed.
+    """
     failed = False
     while pending := {rank.connection: rank for rank in ranks if rank.pending}:
-        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        left = deadline - time.monotonic()
+        ready = wait(list(pending), timeout=max(0.0, min(left, 0.5) if failed else left))
+        if not ready and (left <= 0 or not failed or all(map(_stopped, pending.values()))):
             return
         for connection in ready:
             assert isinstance(connection, Connection)
             pending[connection].read_report()
         if not failed and any(rank.failure for rank in ranks):
             failed = True
-            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+            deadline = min(deadline, time.monotonic() + grace)
+
+
+def _stopped(rank: _Rank) -> bool:
+    try:
+        state = Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state == "T"
 
 
 def _describe(ranks: list[_Rank], fn: Callable[..., Any], timeout: float) -> str:

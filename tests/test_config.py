@@ -268,12 +268,11 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
     "merge": ("strategies: []\nmerge: always\n", 2, "merge", "auto"),
     "batch path": ("strategies: []\nget_batch: a/b.py:f\n", 2, "get_batch", "write pkg.mod:function or null"),
 }
-NOT_YET = (
-    "watchdog_s: 60",
-    "start_sample: null",
-)
+NOT_YET = ("start_sample: null",)
 for _line in NOT_YET:
     BAD[_line] = (f"strategies: []\n{_line}\n", 2, _line.split(":")[0], "is not available in this version; remove it")
+for _often in ("-1", "1.5", "yes", '"10"', "9999999999"):
+    BAD[f"watchdog_s {_often}"] = (f"strategies: []\nwatchdog_s: {_often}\n", 2, "watchdog_s", "write ")
 BAD["untested"] = (
     "strategies: []\nallow_untested: [fp16]\n",
     2,
@@ -308,6 +307,14 @@ def test_steps_between_self_checks_are_read(tmp_path: Path) -> None:
     configs = [load_config(write(tmp_path, f"strategies: []\n{text}")) for text in texts]
     assert [each.verify_every for each in configs] == [None, None, None, 500]
     assert configs[0].digest() == configs[2].digest() != configs[3].digest()
+
+
+def test_when_the_watchdog_speaks_is_read(tmp_path: Path) -> None:
+    texts = ("", "watchdog_s: null\n", "watchdog_s: 0\n", "watchdog_s: 120\n")
+    configs = [load_config(write(tmp_path, f"strategies: []\n{text}")) for text in texts]
+    assert [each.watchdog_s for each in configs] == [120, None, None, 120]
+    assert [each.watchdog_line for each in configs] == [None, 2, 2, 2]
+    assert configs[0].digest() == configs[3].digest() != configs[1].digest()
 
 
 def test_how_a_strategy_recomputes_and_interleaves_is_read(tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def configurations(draw: st.DrawFn) -> str:
         "trace": ("null", "trace", "a/b", "../x", "/tmp/x", "~", "a/../../b"),
         "allow_untested": ("[]", "[fp8]", "[fp8, megatron]"),
         "verify_every": ("10", "0", "null", "-1", "1.5"),
-        "watchdog_s": ("10",),
+        "watchdog_s": ("10", "0", "null", "-1", "1.5"),
     }
     for key, values in choices.items():
         if draw(st.integers(0, 15)) == 0:

@@ -30,7 +30,7 @@ import torch
 
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.planning.sample_order import SampleOrder
-from tests.spawn import REPOSITORY, run_ranks
+from tests.spawn import GRACE_SECONDS, REPOSITORY, run_ranks
 
 RELEASE = tuple(int(part) for part in importlib.metadata.version("megatron-core").split(".")[:2])
 SCRIPT = REPOSITORY / ("examples" if RELEASE >= (0, 19) else "tests/older") / "pretrain_small.py"
@@ -229,12 +229,13 @@ def flag(config: str | None) -> tuple[str, ...]:
 
 
 @functools.cache
-def train(job: Job) -> Run:
-    """Run a job, once per test process."""
+def train(job: Job, *, grace: float = GRACE_SECONDS) -> Run:
+    """Run a job, once per test process; ``grace``: as ``run_ranks`` has it."""
     argv = [str(SCRIPT), *job.arguments, *flag(job.config)]
     ranks: list[Run] = run_ranks(
-        train_on_this_rank, job.ranks, job, argv, timeout=240, prepare=import_megatron, init_process_group=False
-    )
+        train_on_this_rank, job.ranks, job, argv, timeout=240, prepare=import_megatron, init_process_group=False,
+        grace=grace,
+    )  # fmt: skip
     # Losses are known on the last pipeline stage, which the last rank is on in every layout.
     result = dataclasses.replace(ranks[-1], output=ranks[0].output)
     result.loaded = [each for rank in ranks for each in rank.loaded]

@@ -38,6 +38,7 @@ from hotspa_megatron.planning.step_plan import Segment, StepPlanner
 from hotspa_megatron.planning.topology import Topology
 from hotspa_megatron.runtime.executor import PendingReshard, Reshard
 from hotspa_megatron.runtime.transport import Transport
+from hotspa_megatron.runtime.watchdog import Progress
 from hotspa_megatron.strategy import Kind, Strategy
 
 
@@ -105,7 +106,7 @@ class StepRunner:
     """Runs steps over home's model and the guests. One per job; collective calls throughout.
 
     ``model`` is home's list of DDP-wrapped chunks, ``guests`` the built guests by strategy. ``args`` is Megatron's
-    argument namespace.
+    argument namespace; ``progress`` is told where the rank is, for a watchdog.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class StepRunner:
         switch: SwitchConfig,
         check_plans: bool,
         log: Callable[[str], None],
+        progress: Progress,
     ) -> None:
         self._args, self._states, self.planner = args, states, planner
         self._model, self._guests = list(model), guests
@@ -136,7 +138,8 @@ class StepRunner:
         self._switches: dict[tuple[Strategy | None, Strategy], _Route] = {}
         self._folds: dict[Strategy, _Route] = {}
         self._fetch: _Fetch | None = None
-        self._timeline = Timeline()
+        self._progress = progress
+        self._timeline = Timeline(progress)
         self._fits: dict[tuple[Strategy, Strategy], bool | None] = {}
         self._parameter_dtype = _single_dtype("parameters", (p.dtype for p in self._parameters.values()))
         self._gradient_dtype = _single_dtype("gradients", (p.main_grad.dtype for p in self._parameters.values()))
@@ -161,7 +164,7 @@ class StepRunner:
         ``options`` are those of Megatron's schedules. Returns what the training loop expects of a schedule (one loss report
         on home's last pipeline stage, else none) and the record of the step.
         """
-        self._timeline = timeline = timeline or Timeline()
+        self._timeline = timeline = timeline or Timeline(self._progress)
         record, tally = StepRecord(timeline=timeline), _Tally()
         with timeline.span("wait", "for all ranks to agree on the step"):
             if self._check_plans:
@@ -267,6 +270,7 @@ class StepRunner:
     def _segment(self, segment: Segment, position: int, config: Any, home_config: Any) -> Iterator[None]:
         """Everything that must stand while a segment's schedule runs, and must not afterwards."""
         strategy, home = segment.strategy, self._states.home
+        self._progress.at("activation", segment=f"{position + 1} ({strategy})")
         with contextlib.ExitStack() as stack:
             state = stack.enter_context(self._states.activate(strategy))
             stack.enter_context(_schedule_hooks_off(config, home_config))
@@ -433,7 +437,10 @@ class StepRunner:
     def _route(self, plan: ReshardPlan, dtype: torch.dtype, *, accumulate: bool) -> _Route:
         part = plan.for_rank(self._rank)
         chunk_bytes = self._switching.chunk_mb << 20
-        reshard = Reshard(part, self._transport, accumulate=accumulate, dtype=dtype, chunk_bytes=chunk_bytes)
+        waiting = functools.partial(self._progress.inside, "chunk")
+        reshard = Reshard(
+            part, self._transport, accumulate=accumulate, dtype=dtype, chunk_bytes=chunk_bytes, waiting=waiting
+        )
         return _Route(reshard, plan.total_bytes, plan.num_messages)
 
     def _home_gradients(self) -> dict[int, torch.Tensor]:
@@ -512,10 +519,14 @@ class StepRunner:
         common = max(set(digests), key=lambda digest: (digests.count(digest), -digests.index(digest)))
         different = [rank for rank, digest in enumerate(digests) if digest != common]
         if different:
+            said: list[Any] = [None] * self._world
+            segments = [_describe(segment, step) for segment in step.plan.segments]
+            dist.all_gather_object(said, (step.plan.lengths, [" ".join(map(str, each.values())) for each in segments]))
             raise RuntimeError(
                 f"ranks {', '.join(map(str, different))} planned another step than the others (samples "
-                f"{step.batch.first_sample} to {step.batch.first_sample + step.batch.samples - 1}): their data or "
-                "configuration differs"
+                f"{step.batch.first_sample} to {step.batch.first_sample + step.batch.samples - 1}): "
+                f"{_plans_differ(different[0], said[different[0]], digests.index(common), said[digests.index(common)])}; "
+                "their data, costs or code differ"
             )
 
 
@@ -666,6 +677,18 @@ def _single_dtype(what: str, dtypes: Iterator[torch.dtype]) -> torch.dtype:
     if len(found) != 1:
         raise ValueError(f"home's {what} have several dtypes ({', '.join(map(str, found))}); one is supported")
     return found[0]
+
+
+def _plans_differ(rank: int, one: tuple[Any, Any], other: int, two: tuple[Any, Any]) -> str:
+    """The first thing in which two plans differ; each is (lengths, segments as text: kind, sequences, micro-batches, tokens)."""
+    for name, mine, theirs in (("sequence", one[0], two[0]), ("segment", one[1], two[1])):
+        if len(mine) != len(theirs):
+            return f"it has {len(mine)} {name}s on rank {rank}, {len(theirs)} on rank {other}"
+        for index, (here, there) in enumerate(zip(mine, theirs, strict=True)):
+            if here != there:
+                unit = " tokens" if name == "sequence" else ""
+                return f"{name} {index} is {here}{unit} on rank {rank}, {there}{unit} on rank {other}"
+    return "which sequences share a micro-batch"
 
 
 def _describe(segment: Segment, step: Step) -> dict[str, Any]:

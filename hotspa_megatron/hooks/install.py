@@ -6,12 +6,14 @@ Megatron's own: only where the step's data and its forward-backward pass come fr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,7 +21,7 @@ import torch.distributed as dist
 
 from hotspa_megatron import run_folder
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, Untested, load_config, resolve
-from hotspa_megatron.hooks import arguments, auto, compat, cpu, get_batch
+from hotspa_megatron.hooks import agreement, arguments, auto, compat, cpu, endings, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.costs import decide_costs, decide_estimator
 from hotspa_megatron.hooks.data import Step, StepBatch, StepLoader
@@ -48,6 +50,7 @@ from hotspa_megatron.planning.topology import Topology
 from hotspa_megatron.runtime.attention import PackedDotProductAttention, make_norm
 from hotspa_megatron.runtime.group_pool import GroupPool
 from hotspa_megatron.runtime.transport import BatchedTransport
+from hotspa_megatron.runtime.watchdog import Progress, Watchdog, connection_beside
 from hotspa_megatron.strategy import Kind
 from hotspa_megatron.strict_yaml import config_error
 
@@ -73,6 +76,7 @@ def install() -> None:
     compat.check_version()
     import megatron.training
     from megatron.core import timers
+    from megatron.core.pipeline_parallel import schedules
     from megatron.training import arguments as megatron_arguments
     from megatron.training import initialize, training
 
@@ -97,7 +101,12 @@ def install() -> None:
     _patches.wrap(training, "print_rank_last", _complete_line)
     _patches.wrap(timers.Timers, "log", _show_timers)
     _patches.wrap(timers.Timers, "write", _show_timers)
-    _patches.wrap(training, "train", _end_reports_after)
+    _patches.wrap(training, "train", _watch_and_end_reports_after)
+    # Where a rank is, for the watchdog, and what is said when it does not get on.
+    _patches.wrap(schedules, "forward_step", functools.partial(_noting, "forward"))
+    _patches.wrap(schedules, "backward_step", functools.partial(_noting, "backward"))
+    _patches.wrap(training, "save_checkpoint", _say_why_not_saved)
+    _patches.wrap(training, "load_checkpoint", _say_why_not_loaded)
 
 
 def uninstall() -> None:
@@ -118,6 +127,7 @@ class Session:
     def __init__(self, args: Any, resolved: ResolvedConfig) -> None:
         self.args = args
         self.resolved = resolved
+        self.progress = Progress()
         self._planner: StepPlanner | None = None
         self.pool = GroupPool()
         self.states: ParallelStates | None = None
@@ -153,6 +163,7 @@ class Session:
             transport=self.transport,
             topology=self.topology,
             switch=self.resolved.config.switch,
+            progress=self.progress,
             log=_say,
         )
         self.runner = make_runner(
@@ -228,8 +239,8 @@ def _say_here(line: str) -> None:
     sys.stderr.write(f"hotspa: {'' if rank == '0' else f'rank {rank}: '}{line}\n")
 
 
-def _refuse(error: Exception) -> NoReturn:
-    """End this rank with one line and exit code 2, over what every rank finds as this one does.
+def _refuse(error: Exception, *, code: int = 2) -> NoReturn:
+    """End this rank with one line and an exit code, over what every rank finds as this one does.
 
     Rank 0 speaks for all. Another rank speaks only if rank 0 had nothing to say: the launcher ends it before otherwise.
     """
@@ -238,7 +249,7 @@ def _refuse(error: Exception) -> NoReturn:
         time.sleep(3)
     sys.stderr.write(f"hotspa: {f'rank {rank}: ' if rank else ''}{error}\n")
     sys.stderr.flush()
-    raise SystemExit(2)
+    raise SystemExit(code)
 
 
 # ------------------------------------------------------------------------------------------------- arguments, start-up
@@ -247,7 +258,9 @@ def _refuse(error: Exception) -> NoReturn:
 def _add_flag(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_megatron_arguments(parser: Any) -> Any:
-        return arguments.add_flag(original(parser))
+        parser = original(parser)
+        agreement.remember_flags(parser)
+        return arguments.add_flag(parser)
 
     return add_megatron_arguments
 
@@ -279,7 +292,8 @@ def _remember_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def pretrain(*positional: Any, **options: Any) -> Any:
         global _forward_step
         _forward_step = signature.bind(*positional, **options).arguments["forward_step_func"]
-        return original(*positional, **options)
+        with endings.told(lambda: None if _session is None else _session.progress, _say_here):
+            return original(*positional, **options)
 
     return pretrain
 
@@ -305,9 +319,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             replace_local_modules()
         if args.sft:
             _replace_reading_of_conversations(args)
-        with recording_groups(session.pool):
+        with recording_groups(session.pool), _comparing_ranks(session):
             result = original(*positional, **options)
-        _compare_configurations(session)
         bound = signature.bind(*positional, **options).arguments
         session.states = ParallelStates(
             session.resolved.home.strategy, args, session.pool,
@@ -317,7 +330,7 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             session.states.create(each.strategy)
         session.pool.seal()
         session.pool.warm_up()
-        session.transport = _transport(session.resolved.config.switch.transport)
+        session.transport = _transport(session.resolved.config.switch.transport, args)
         session.topology = _topology()
         _session = session
         _say(f"megatron-core {compat.version()}, {'on CPU and gloo' if cpu.installed() else _NOT_RUN}")
@@ -352,6 +365,7 @@ def _resolved(args: Any) -> ResolvedConfig:
     compat.check_interleaving(each.strategy for each in (*resolved.strategies, resolved.home))
     check_data_files(args)
     _check_transport(config, args)
+    _check_watchdog(config, args)
     return resolved
 
 
@@ -370,6 +384,15 @@ def _check_transport(config: HotSPaConfig, args: Any) -> None:
         raise config_error(config.path, line, "switch.transport", problem)
 
 
+def _check_watchdog(config: HotSPaConfig, args: Any) -> None:
+    """``ConfigError`` where the job would have ended before the watchdog says why."""
+    limit = args.distributed_timeout_minutes * 60
+    if config.watchdog_line is not None and config.watchdog_s is not None and config.watchdog_s >= limit:
+        late = f"{config.watchdog_s} is not below --distributed-timeout-minutes, {limit:g} s, when the job ends"
+        problem = f"{late}; write at most {max(1, int(limit // 2))}, or null"
+        raise config_error(config.path, config.watchdog_line, "watchdog_s", problem)
+
+
 def _run_folder(args: Any, trace: str | None) -> Path | None:
     """Where the file's ``trace`` lies: below --save, else below where the job was started. ValueError where it cannot."""
     if trace is None:
@@ -382,13 +405,16 @@ def _run_folder(args: Any, trace: str | None) -> Path | None:
     return folder
 
 
-def _transport(name: str) -> BatchedTransport:
+def _transport(name: str, args: Any) -> BatchedTransport:
     """What parameters and gradients travel with. Collective."""
     world = dist.get_world_size()
     if world == 1:
         return BatchedTransport()
     # A group of its own: Megatron's pipelines send point to point, too, and messages must not meet.
-    everyone: Any = dist.new_group(list(range(world)), backend=None if name == "auto" else name)
+    everyone: Any = dist.new_group(
+        list(range(world)), backend=None if name == "auto" else name,
+        timeout=timedelta(minutes=args.distributed_timeout_minutes),
+    )  # fmt: skip
     return BatchedTransport(everyone)
 
 
@@ -410,21 +436,39 @@ def _say_groups(session: Session) -> None:
     )
 
 
-def _compare_configurations(session: Session) -> None:
-    """Raise RuntimeError on every rank where ranks were given different configurations."""
-    own = (session.resolved.config.digest(), repr(session.resolved.shape), compat.version())
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    for item, name in enumerate(("--hotspa-config file", "model arguments", "megatron-core version")):
-        different = [rank for rank, each in enumerate(gathered) if each[item] != gathered[0][item]]
-        if different:
-            raise RuntimeError(f"the {name} of rank {', '.join(map(str, different))} differs from rank 0's")
+@contextlib.contextmanager
+def _comparing_ranks(session: Session) -> Iterator[None]:
+    """Compare what ranks were given as soon as they know each other: before Megatron's groups, which would never be done."""
+
+    def compare() -> None:
+        try:
+            agreement.compare(agreement.given(session.args, session.resolved))
+        except ValueError as error:
+            _refuse(error)
+
+    if dist.is_initialized():
+        compare()
+        yield
+        return
+
+    def then_compare(join: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(join)
+        def init_process_group(*positional: Any, **options: Any) -> None:
+            join(*positional, **options)
+            compare()
+
+        return init_process_group
+
+    patches = Patches()
+    patches.wrap(dist, "init_process_group", then_compare)
+    try:
+        yield
+    finally:
+        patches.undo_all()
 
 
 def replace_local_modules() -> None:
     """Packed attention with context parallelism, and norms under sequence parallelism, for --transformer-impl local."""
-    import contextlib
-
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
     from megatron.core.transformer import torch_norm
 
@@ -581,6 +625,7 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
         assert runner is not None and loader is not None and states is not None
         report = session.report
         assert report is not None
+        session.progress.step(session.args.curr_iteration + 1)
         bound = signature.bind(*positional, **options)
         get_batch.serve(bound.arguments["forward_step_func"], _patches, adapter=session.resolved.config.get_batch)
         done: list[tuple[Any, StepRecord, Mark]] = []
@@ -592,7 +637,7 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
             guard = None
 
         def forward_backward(*, forward_step_func: Any, data_iterator: Any, **schedule_options: Any) -> Any:
-            timeline, began = Timeline(), time.perf_counter()
+            timeline, began = Timeline(session.progress), time.perf_counter()
             with timeline.span("plan", "this step"):
                 # One iterator per chunk of a pipeline with virtual stages: all say the same.
                 iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -608,6 +653,7 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
             record.plan_seconds = planned - began
             if guard is not None:
                 guard.after(record)
+            session.progress.at("optimizer")
             done[:] = [(step, record, Mark())]
             return reports
 
@@ -620,6 +666,7 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
             seconds = time.perf_counter() - started
             _count_work(step, states)
             report.end(session.args.curr_iteration + 1, step, record, seconds)
+        session.progress.at("after the step")
         return result
 
     return train_step
@@ -695,20 +742,24 @@ def _show_timers(original: Callable[..., Any]) -> Callable[..., Any]:
     return show
 
 
-def _end_reports_after(original: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_and_end_reports_after(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(*positional: Any, **options: Any) -> Any:
-        ended = False
+        session = _session
+        if session is None:
+            return original(*positional, **options)
+        ended, watchdog = False, _watchdog(session)
         try:
             result = original(*positional, **options)
             ended = True
             return result
-        except SystemExit:  # Megatron's own way out, on all ranks: --exit-interval and its like
-            ended = True
+        except SystemExit as end:  # Megatron's own way out, on all ranks: --exit-interval and its like
+            ended = not end.code
             raise
         finally:
-            session = _session
-            if session is not None and session.report is not None:
+            if watchdog is not None:
+                watchdog.stop()
+            if session.report is not None:
                 session.report.close()
                 if session.trace is not None:
                     session.trace.close()
@@ -717,3 +768,72 @@ def _end_reports_after(original: Callable[..., Any]) -> Callable[..., Any]:
                         session.trace.merge()
 
     return train
+
+
+# ------------------------------------------------------------------------------------- what does not go as it should
+
+
+def _watchdog(session: Session) -> Watchdog | None:
+    """The running watchdog of this rank, if the file wants one."""
+    config, args = session.resolved.config, session.args
+    if config.watchdog_s is None:
+        return None
+    # Where the file says nothing, early enough for a short time-out, too.
+    half = args.distributed_timeout_minutes * 30
+    watchdog = Watchdog(
+        session.progress,
+        rank=args.rank,
+        world_size=args.world_size,
+        seconds=config.watchdog_s if config.watchdog_line is not None else min(config.watchdog_s, half),
+        connect=connection_beside(dist.distributed_c10d._get_default_store()),
+        say=lambda line: _say_here(f"watchdog: {line}"),
+    )
+    watchdog.start()
+    return watchdog
+
+
+def _noting(what: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def noted(*positional: Any, **options: Any) -> Any:
+        if _session is not None:
+            _session.progress.inside(what)
+        return original(*positional, **options)
+
+    return noted
+
+
+def _say_why_not_saved(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, *positional: Any, **options: Any) -> Any:
+        session = _session
+        if session is None:
+            return original(iteration, *positional, **options)
+        session.progress.at("save", f"of iteration {iteration}")
+        try:
+            result = original(iteration, *positional, **options)
+        except BaseException as error:  # torch's own for checkpoints is no Exception
+            cause = endings.cause_in_files(error)
+            if cause is None:
+                raise
+            problem = f"the checkpoint of iteration {iteration} cannot be saved: {cause}"
+            _refuse(OSError(f"{problem}; {endings.last_saved(session.args.save)}"), code=1)
+        session.progress.at("after the save")
+        return result
+
+    return save_checkpoint
+
+
+def _say_why_not_loaded(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **options: Any) -> Any:
+        try:
+            return original(*positional, **options)
+        except BaseException as error:
+            cause = None if _session is None else endings.cause_in_files(error)
+            if cause is None:
+                raise
+            assert _session is not None
+            problem = f"the checkpoint in {_session.args.load} cannot be loaded: {cause}"
+            _refuse(OSError(f"{problem}; restore it, or name an earlier one with --ckpt-step"), code=1)
+
+    return load_checkpoint

@@ -14,6 +14,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -386,14 +387,9 @@ def check_data_files(args: Any) -> None:
     Needs no process group, so that a job ends before it starts. Object storage is not looked at.
     """
     from megatron.core.datasets.object_storage_utils import is_object_storage_path
-    from megatron.training.utils import get_blend_and_blend_per_split
 
-    try:
-        blend, per_split = get_blend_and_blend_per_split(args)
-    except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}") from None
     conversations = args.sft
-    for paths, weights in (each for each in (blend, *(per_split or ())) if each is not None):
+    for paths, weights in _blends(args):
         if conversations and weights is None and len(paths) > 1:
             raise ValueError(
                 f"--data-path: {len(paths)} files of conversations without weights; Megatron blends them by weights alone: "
@@ -406,6 +402,25 @@ def check_data_files(args: Any) -> None:
                 _check_readable(path)
             else:
                 check_index(path)
+
+
+def data_files(args: Any) -> list[Path]:
+    """The files of the command line's data, in its order, without those in object storage."""
+    from megatron.core.datasets.object_storage_utils import is_object_storage_path
+
+    paths = [str(path) for paths, _ in _blends(args) for path in paths if not is_object_storage_path(path)]
+    return [Path(f"{path}{ending}") for path in paths for ending in (("",) if args.sft else (".idx", ".bin"))]
+
+
+def _blends(args: Any) -> list[tuple[Any, Any]]:
+    """(paths, weights) of the command line's data: its blend, or that of each split."""
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    try:
+        blend, per_split = get_blend_and_blend_per_split(args)
+    except OSError as error:
+        raise ValueError(f"{error.filename}: {error.strerror}") from None
+    return [each for each in (blend, *(per_split or ())) if each is not None]
 
 
 def _check_readable(path: str) -> None:

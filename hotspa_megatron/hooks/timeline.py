@@ -14,6 +14,10 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
+from hotspa_megatron.runtime.watchdog import Progress
+
+_PHASES: Final = {"plan": "planning", "reduce": "reduction", "wait": "waiting"}
+"""Kinds of spans as a message calls them, where that is something else."""
 _ALL: Final = 1.05
 """Of what was waited for: a move that took no longer was waited for from its beginning to its end."""
 
@@ -69,10 +73,17 @@ class Voyage:
     """A move under way. ``waiting`` surrounds every part of it that the step waits for; ``land`` ends it."""
 
     def __init__(
-        self, kind: Literal["switch", "fold"], source: str, destination: str, *, size: int, messages: int
+        self,
+        kind: Literal["switch", "fold"],
+        source: str,
+        destination: str,
+        *,
+        size: int,
+        messages: int,
+        progress: Progress,
     ) -> None:
         self.kind, self.source, self.destination = kind, source, destination
-        self.num_bytes, self.messages = size, messages
+        self.num_bytes, self.messages, self._progress = size, messages, progress
         self.waits: list[tuple[Mark, Mark]] = []
         self.landed: Any = None
         """The event at which the values were there."""
@@ -81,6 +92,7 @@ class Voyage:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
+        self._progress.at(self.kind, f"{self.source} -> {self.destination}")
         began = Mark()
         try:
             yield
@@ -93,9 +105,10 @@ class Voyage:
 
 
 class Timeline:
-    """One step's marks. ``began``: seconds since the epoch, by the host's clock."""
+    """One step's marks. ``began``: seconds since the epoch, by the host's clock; ``progress`` is told of what begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
+        self._progress = progress or Progress()
         self._zero = Mark()
         self.began = time.time()
         self._spans: list[tuple[SpanKind, str, dict[str, Any], Mark, Mark]] = []
@@ -104,6 +117,10 @@ class Timeline:
     @contextlib.contextmanager
     def span(self, kind: SpanKind, name: str, **details: Any) -> Iterator[None]:
         """A stretch of time, kept when the block ends without an error."""
+        if kind == "segment":
+            self._progress.at("", segment=f"{details['position'] + 1} ({name})")
+        else:
+            self._progress.at(_PHASES.get(kind, kind), name)
         began = Mark()
         yield
         self.took(kind, name, began, **details)
@@ -116,7 +133,7 @@ class Timeline:
         self, kind: Literal["switch", "fold"], source: str, destination: str, *, size: int, messages: int
     ) -> Voyage:
         """A move that begins. ``size``: its bytes over all ranks."""
-        self._voyages.append(Voyage(kind, source, destination, size=size, messages=messages))
+        self._voyages.append(Voyage(kind, source, destination, size=size, messages=messages, progress=self._progress))
         return self._voyages[-1]
 
     def passages(self) -> list[Passage]:

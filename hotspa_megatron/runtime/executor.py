@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -46,6 +46,8 @@ class Reshard:
     every rank adds them in the order of the layouts. Without ``accumulate`` regions overwrite, sources and destination
     must stay until ``finish``, and buffers take up to twice ``chunk_bytes``, which is the same on every rank.
 
+    ``waiting`` is told of every batch of messages before it is waited for: the ranks it goes to or comes from.
+
     Raises ValueError for a plan in two phases that is to be added.
     """
 
@@ -57,13 +59,14 @@ class Reshard:
         accumulate: bool,
         dtype: torch.dtype,
         chunk_bytes: int = CHUNK_BYTES,
+        waiting: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         if accumulate and len(plan.phases) > 1:
             raise ValueError(
                 "a plan in two phases relays what it has written and cannot add; plan with two_phase=False"
             )
         self.plan = plan
-        self._transport, self._accumulate, self._dtype = transport, accumulate, dtype
+        self._transport, self._accumulate, self._dtype, self._waiting = transport, accumulate, dtype, waiting
         pace = transport.pace
         buffer = min(chunk_bytes, pace.buffer)
         piece = min(pace.piece, buffer)
@@ -87,7 +90,9 @@ class Reshard:
         else:
             binder = Binder(self.plan, sources=sources, destination=destination, dtype=self._dtype)
             binding = binder.to_add() if self._accumulate else binder.to_copy(self._sizes)
-        return PendingReshard(binding, self._transport, self._dtype, accumulate=self._accumulate, idle=self._idle)
+        return PendingReshard(
+            binding, self._transport, self._dtype, accumulate=self._accumulate, idle=self._idle, waiting=self._waiting
+        )
 
     def run(self, *, sources: Sequence[Tensors], destination: Tensors) -> None:
         """``begin`` and ``finish`` in one."""
@@ -117,10 +122,18 @@ class PendingReshard:
 
     @torch.no_grad()
     def __init__(
-        self, binding: Binding, transport: Transport, dtype: torch.dtype, *, accumulate: bool, idle: list[Binding]
+        self,
+        binding: Binding,
+        transport: Transport,
+        dtype: torch.dtype,
+        *,
+        accumulate: bool,
+        idle: list[Binding],
+        waiting: Callable[[Sequence[int]], None] | None,
     ) -> None:
         """Begin. ``idle`` takes the binding back in the end."""
         self._binding, self._transport, self._dtype, self._idle = binding, transport, dtype, idle
+        self._waiting = waiting
         self._accumulate = accumulate
         self._inbox = binding.addends
         self._tag = transport.next_tag()
@@ -183,6 +196,8 @@ class PendingReshard:
         while self._running:
             batch, exchange = self._running.popleft()
             if exchange is not None:
+                if self._waiting is not None:
+                    self._waiting(sorted({peer for _, peer in (*batch.receives, *batch.sends)}))
                 exchange.wait()
             batch.unpacks.copy()
             self._start()

@@ -1,0 +1,106 @@
+"""How a training ends that does not end well: who speaks, and in which words.
+
+The first rank that fails has the cause; the others only lose a peer, within milliseconds. They say so in one line and wait
+a moment, so that a launcher ends them before their errors cover the first one. What is nobody's bug (an interrupt, a full
+disk, a checkpoint that cannot be read) is one line, too. Called by ``install`` around Megatron's own functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import torch.distributed as dist
+
+from hotspa_megatron.runtime.watchdog import Progress
+
+INTERRUPTED: Final = 130
+"""Exit code after SIGINT, as shells have it."""
+_YIELD_S: Final = 3.0
+_SHOWN: Final = 300
+_OF_A_PEER: Final = re.compile(
+    r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Timed out waiting|Socket Timeout|NCCL error|"
+    r"NCCL communicator was aborted|Application timeout caused pair closure"
+)
+_OF_A_FILE: Final = re.compile(r"PytorchStreamReader|central directory|unexpected pos|storage has wrong byte size")
+"""What torch says of files that are cut short or corrupt."""
+
+
+@contextlib.contextmanager
+def told(progress: Callable[[], Progress | None], say: Callable[[str], None]) -> Iterator[None]:
+    """Around a whole job: say where it was when it was interrupted or lost a peer. Every other error passes as it is.
+
+    ``progress`` gives None where the job is not ours.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        found = progress()
+        if found is None:
+            raise
+        say(f"interrupted at {found.now[0]}")
+        raise SystemExit(INTERRUPTED) from None
+    except BaseException as error:  # torch's own for checkpoints is no Exception
+        found, lost = progress(), peer_lost(error)
+        if found is not None and lost is not None:
+            say(f"lost another rank at {found.now[0]}: {lost}")
+            time.sleep(_YIELD_S)
+        raise
+
+
+def peer_lost(error: BaseException) -> str | None:
+    """The first line of an error that only says that another rank is gone or does not answer; None for others."""
+    for _, each in _behind(error):
+        if isinstance(each, (dist.DistBackendError, dist.DistNetworkError)):
+            return _first_line(each)
+        if isinstance(each, RuntimeError) and _OF_A_PEER.search(str(each)):
+            return _first_line(each)
+    return None
+
+
+def cause_in_files(error: BaseException) -> str | None:
+    """What a file system or a file's content has to do with a failed save or load, in one line; None for nothing."""
+    for where, each in _behind(error):
+        if isinstance(each, OSError) and each.errno is not None:
+            return f"{where}{each.strerror}{f' ({each.filename})' if each.filename else ''}"
+        if isinstance(each, (EOFError, pickle.UnpicklingError)) or _OF_A_FILE.search(str(each)):
+            return f"{where}{_first_line(each)}"
+    return None
+
+
+def _behind(error: BaseException) -> Iterator[tuple[str, BaseException]]:
+    """An error and what caused it, with the rank that it is said to be of.
+
+    torch packs the errors of ranks in a checkpoint's collectives into one, and raises that on all of them.
+    """
+    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+        return
+    queue: list[tuple[str, BaseException | None]] = [("", error)]
+    seen: set[int] = set()
+    while queue:
+        where, each = queue.pop(0)
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield where, each
+        queue += [(f"rank {rank}: ", failure[0]) for rank, failure in sorted(getattr(each, "failures", {}).items())]
+        queue.append((where, each.__cause__))
+
+
+def last_saved(folder: str | None) -> str:
+    """Which checkpoint of a --save folder counts, for a message."""
+    try:
+        number = int((Path(folder or "") / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):
+        return f"{folder} holds no whole one"
+    return f"the last whole one in {folder} is that of iteration {number}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:_SHOWN] if lines else type(error).__name__
