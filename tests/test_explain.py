@@ -296,6 +296,34 @@ def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], argum
     assert said.err.count("\n") == 1 and not said.out
 
 
+PIPELINES = "strategies: [{max_length: 512}, {max_length: 1024, pp: 4}]"
+
+
+@pytest.mark.parametrize(
+    ("layers", "home", "message"),
+    [
+        ("30", (), "strategies[1].pp: 30 layers do not divide over pp 4 stages; legal pp: 1, 2, 3, 5, 6, 10, 15, 30"),
+        ("12", ("--pipeline-model-parallel-size", "8"),
+         "command line: --pipeline-model-parallel-size: 12 layers do not divide over pp 8 stages; legal pp: 1, 2, 3, 4, 6, 12"),
+        ("20", ("--decoder-last-pipeline-num-layers", "1"), "have no meaning at pp 1; remove them"),
+        # Home's split is uneven; a guest's is not, and a sibling's is home's.
+        ("14", ("--pipeline-model-parallel-size", "2", "--decoder-first-pipeline-num-layers", "2"),
+         "strategies[1].pp: 14 layers do not divide over pp 4 stages; legal pp: 1, 2, 7, 14"),
+        ("14", ("--pipeline-model-parallel-size", "4", "--decoder-first-pipeline-num-layers", "3"),
+         "legal --decoder-first-pipeline-num-layers: 2, 5, 8, 11"),
+        ("14", ("--pipeline-model-parallel-size", "4", "--decoder-last-pipeline-num-layers", "2"), ""),
+    ],
+)  # fmt: skip
+def test_stages_of_every_strategy_are_checked_with_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], layers: str, home: tuple[str, ...], message: str
+) -> None:
+    line = [*GPT, "--tensor-model-parallel-size", "1", "--num-layers", layers, *home]
+    path = write(tmp_path, PIPELINES)
+    assert main(["explain", str(path), "--world-size", "8", "--", *line]) == (2 if message else 0)
+    said = capsys.readouterr()
+    assert message in said.err and said.err.count("\n") == bool(message)
+
+
 def test_vocabulary_that_only_the_tokenizer_knows() -> None:
     given = without("--vocab-size", "1000")
     with pytest.raises(ValueError, match=r"--vocab-size: missing.*HuggingFaceTokenizer.*or --padded-vocab-size"):

@@ -15,7 +15,7 @@ import torch
 from hotspa_megatron.hooks import arguments
 from hotspa_megatron.planning.execution import Execution
 from hotspa_megatron.planning.hardware import load_hardware
-from hotspa_megatron.planning.memory_model import Held, MemoryModel
+from hotspa_megatron.planning.memory_model import MemoryModel
 from hotspa_megatron.strategy import Strategy
 from tests.job import SEQ_LENGTH, Mix, document, single_precision, start, step_of
 from tests.live_bytes import LiveBytes, resident, unwatched
@@ -99,7 +99,11 @@ def _measured(layouts: tuple[Layout, ...]) -> list[Any]:
 
 
 def _check(layout: Layout, shape: Any, tokens: int, ranks: list[tuple[int, int]]) -> None:
-    modelled = _modelled(layout, shape, tokens)
+    home, memory = _home(layout), _memory(layout, shape)
+    modelled = memory.held(Execution(strategy=home, recompute=layout.share), home, tokens)
+    # Parameters and gradients to the byte on every stage, where no distributed optimizer pads its buffers.
+    stages = [8 * memory.numels(home)[home.coordinates(rank).pp] for rank in range(len(ranks))]
+    assert [fixed for fixed, _ in ranks] == stages, str(layout)
     fixed, added = max(ranks, key=sum)
     for what, measured, expected in (
         ("all", fixed + added, modelled.parameters + modelled.gradients + modelled.activations),
@@ -110,11 +114,13 @@ def _check(layout: Layout, shape: Any, tokens: int, ranks: list[tuple[int, int]]
         assert abs(error) <= ALLOWED, f"{layout}: {what} is off by {error:+.1%}"
 
 
-def _modelled(layout: Layout, shape: Any, tokens: int) -> Held:
+def _home(layout: Layout) -> Strategy:
     tp, cp, pp = layout.home
-    home = Strategy.from_world(4, tp=tp, cp=cp, pp=pp, vpp=2 if VIRTUAL[0] in layout.flags else 1)
-    memory = MemoryModel(shape, load_hardware("cpu-gloo"), 4, home=home)
-    return memory.held(Execution(strategy=home, recompute=layout.share), home, tokens)
+    return Strategy.from_world(4, tp=tp, cp=cp, pp=pp, vpp=2 if VIRTUAL[0] in layout.flags else 1)
+
+
+def _memory(layout: Layout, shape: Any) -> MemoryModel:
+    return MemoryModel(shape, load_hardware("cpu-gloo"), 4, home=_home(layout))
 
 
 def _bytes_of(rank: int, world: int, layouts: tuple[Layout, ...]) -> list[tuple[Any, int, int, int]]:

@@ -384,10 +384,26 @@ def test_kept_buffers_move_in_a_plan_of_their_own_dtype() -> None:
     assert equal(carried_out(plan, [everywhere(full, home)], guest, UNUSED), everywhere(full, guest))
 
 
-def test_virtual_stages_are_a_map_like_any_other() -> None:
-    # Eight layers on two stages of two chunks each, on two plain stages, and on four.
-    shape = model_shape(layers=8)
-    maps = [[(0, 1, 4, 5), (2, 3, 6, 7)], [range(4), range(4, 8)], [range(n, n + 2) for n in range(0, 8, 2)]]
+# Eight layers on two stages of two chunks each, on two plain stages, and on four; 28 on four stages of two chunks, of which the
+# last ones are short, on plain ones, and on two.
+STAGES = {
+    8: [[(0, 1, 4, 5), (2, 3, 6, 7)], [range(4), range(4, 8)], [range(n, n + 2) for n in range(0, 8, 2)]],
+    28: [
+        [
+            (*range(4), *range(14, 18)),
+            (*range(4, 8), *range(18, 22)),
+            (*range(8, 12), *range(22, 26)),
+            (12, 13, 26, 27),
+        ],
+        [range(n, n + 7) for n in range(0, 28, 7)],
+        [range(14), range(14, 28)],
+    ],
+}
+
+
+@pytest.mark.parametrize("layers", STAGES)
+def test_virtual_stages_are_a_map_like_any_other(layers: int) -> None:
+    shape, maps = model_shape(layers=layers), STAGES[layers]
     full = full_tensors(layout(shape))
     for source in (layout(shape, pp=len(stages), dp=4 // len(stages), stages=stages) for stages in maps):
         for destination in (layout(shape, pp=len(stages), tp=4 // len(stages), stages=stages) for stages in maps):

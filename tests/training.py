@@ -170,6 +170,7 @@ class Iteration:
     loss: float
     grad_norm: float
     consumed_samples: int
+    loss_scale: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +213,11 @@ class Run:
     @property
     def grad_norms(self) -> list[float]:
         return [each.grad_norm for each in self.iterations]
+
+    @property
+    def scales(self) -> list[float]:
+        """The loss scale after each iteration."""
+        return [each.loss_scale for each in self.iterations]
 
 
 def flag(config: str | None) -> tuple[str, ...]:
@@ -291,10 +297,10 @@ def _record(run: Run, patches: Patches) -> None:
     log, evaluate, train_, step_ = training.training_log, training.evaluate, training.train, StepRunner.run
 
     def training_log(losses: dict[str, Any], *rest: Any, **options: Any) -> Any:
-        iteration, grad_norm = rest[2], rest[6]
+        iteration, scale, grad_norm = rest[2], rest[3], rest[6]
         loss = float(losses["lm loss"]) if losses else float("nan")
         norm = float("nan" if grad_norm is None else grad_norm)  # of a skipped step there is none
-        run.iterations.append(Iteration(iteration, loss, norm, get_args().consumed_train_samples))
+        run.iterations.append(Iteration(iteration, loss, norm, get_args().consumed_train_samples, float(scale)))
         return log(losses, *rest, **options)
 
     def evaluate_and_note(*args: Any, **options: Any) -> Any:
