@@ -385,6 +385,39 @@ MUTANTS: Final = (
         },
     ),
     *_of(
+        f"{RUNTIME}/checksum.py",
+        ["tests/test_checksum.py"],
+        {
+            "factors that lose a bit": ("^ (mixed >> 32)) | 1", "^ (mixed >> 32)) & ~1"),
+            "every batch of rows counts from the first": ("(start[0] + first, *start[1:])", "(start[0], *start[1:])"),
+            "places do not count": ("(bits * _weights(", "(bits | 0 * _weights("),
+        },
+    ),
+    *_of(
+        "hotspa_megatron/hooks/guard.py",
+        ["tests/test_guard.py", "-k", "every_fault"],
+        {
+            "a switch is not compared": (
+                "np.flatnonzero(totals != check.totals)[:1]",
+                "np.flatnonzero(totals != check.totals)[:0]",
+            ),
+            "only the first copy is looked at": (
+                "                found = table[ranks, parameter]\n",
+                "                found = table[ranks[:1], parameter]\n",
+            ),
+            "what is not finite counts as equal": (
+                "        return np.inf\n    difference",
+                "        return 0.0\n    difference",
+            ),
+            "tokens are not compared": ("if counted != tokens or not abs", "if not abs"),
+            "a part that differs on one rank is spread over all": (
+                "dist.ReduceOp.MAX)\n        worst",
+                "dist.ReduceOp.MIN)\n        worst",
+            ),
+        },
+        ranks=True,
+    ),
+    *_of(
         "hotspa_megatron/hooks/forward_backward.py",
         ["tests/test_gradients.py", "-k", "every_mix"],
         {
