@@ -61,6 +61,24 @@ def test_from_a_checkpoint_the_steps_after_it_are_run(config: Path, tmp_path: Pa
     assert line[line.index("--exit-interval") + 1] == "5"
 
 
+@pytest.mark.parametrize(
+    ("samples", "more", "why"),
+    [
+        ("documents", [], "samples: documents is not what it trains on"),
+        ("megatron", ["--no-create-attention-mask-in-dataloader"], "it attends across documents"),
+        ("megatron", ["--context-parallel-size", "2"], "under context parallelism it attends across documents"),
+        ("megatron", [], None),
+    ],
+)
+def test_stock_megatron_is_run_where_it_trains_the_same(
+    samples: str, more: list[str], why: str | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "hotspa.yaml"
+    path.write_text(f"{CONFIG}samples: {samples}\n")
+    given = read_users_command(["python3", *FILE, *more, "--hotspa-config", str(path)]).without_stock
+    assert why in given if why else given == ""
+
+
 def test_flags_go_with_their_values() -> None:
     command = ["a", "--save", "x", "--saved", "y", "--save=z", "--async-save", "b"]
     assert without(command, {"--save": 1, "--async-save": 0}) == ["a", "--saved", "y", "b"]
@@ -194,18 +212,19 @@ def verified(tmp_path: Path, *command: str, limit: int = 230) -> tuple[int, dict
     return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
-def training(launcher: str, *more: str, config: str = CONFIG) -> tuple[str, ...]:
+def training(launcher: str, *more: str, cp: int = 2, config: str = CONFIG, without: str = "") -> tuple[str, ...]:
     """A user's command on 4 ranks."""
+    line = [each for each in arguments(*more, tp=2, cp=cp, iterations=50) if each != without]
     return (
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", launcher,
-        str(SCRIPT), *arguments(SP, *more, tp=2, cp=2, iterations=50), *flag(config),
+        str(SCRIPT), *line, *flag(config),
     )  # fmt: skip
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_right_step_passes_and_saves_nothing(tmp_path: Path) -> None:
-    save = ("--save", str(tmp_path / "saved"), "--save-interval", "1")
+    save = (SP, "--save", str(tmp_path / "saved"), "--save-interval", "1")
     code, found, errors = verified(tmp_path, *training("hotspa_megatron.launch", *save))
     assert code == 0, (found, errors)
     assert found["passed"] and set(found["runs"]) == {"static", "other order", "config"}
@@ -222,7 +241,7 @@ def test_a_right_step_passes_and_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_step_without_the_guests_gradients_fails(tmp_path: Path) -> None:
     """The negative control: losses stay plausible and nothing else tells."""
-    code, found, errors = verified(tmp_path, *training("examples.demo.without_fold"))
+    code, found, errors = verified(tmp_path, *training("examples.demo.without_fold", SP))
     assert code == 1, (found, errors)
     assert not found["passed"] and "the gradient norm differs by" in found["why"]
     assert found["differences"]["config"]["grad_norm"] > 100 * found["allowed"]["grad_norm"]
@@ -232,7 +251,11 @@ def test_a_step_without_the_guests_gradients_fails(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_with_megatrons_own_samples_stock_megatron_is_compared_too(tmp_path: Path) -> None:
     more = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
-    command = training("hotspa_megatron.launch", *more, config=f"{CONFIG}samples: megatron\n")
+    # Stock Megatron has neither context nor sequence parallelism on CPU.
+    command = training(
+        "hotspa_megatron.launch", *more, cp=1, config=f"{CONFIG}samples: megatron\n",
+        without="--no-create-attention-mask-in-dataloader",
+    )  # fmt: skip
     code, found, errors = verified(tmp_path, *command)
     assert code == 0, (found, errors)
     assert set(found["runs"]) == {"static", "other order", "config", "stock"}

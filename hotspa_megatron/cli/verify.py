@@ -89,6 +89,8 @@ class UsersCommand:
     tolerance: Tolerance
     first: int
     """Iterations that the checkpoint it loads has behind it."""
+    without_stock: str
+    """Why stock Megatron's own run of the command would be another training; empty where it is the same."""
 
     def run(self, config: Path | None, *, steps: int) -> tuple[str, ...]:
         """The command of one run; None: stock Megatron."""
@@ -213,7 +215,17 @@ def read_users_command(command: Sequence[str]) -> UsersCommand:
         home=line.home,
         tolerance=_HALF if half else _SINGLE,
         first=_iterations_behind(command),
+        without_stock=_why_without_stock(command, config, line.home),
     )
+
+
+def _why_without_stock(command: Sequence[str], config: HotSPaConfig, home: Strategy) -> str:
+    if config.samples != "megatron":
+        return f"samples: {config.samples} is not what it trains on"
+    # Only the data loader's mask keeps its attention within a document, and it is not cut for context parallelism.
+    if "--no-create-attention-mask-in-dataloader" in command:
+        return "with --no-create-attention-mask-in-dataloader it attends across documents"
+    return "under context parallelism it attends across documents" if home.cp > 1 else ""
 
 
 def without(command: Sequence[str], flags: Mapping[str, int]) -> list[str]:
@@ -268,7 +280,9 @@ def _configurations(users: UsersCommand, logs: Path) -> dict[str, Path | None]:
         path = logs / f"{name.replace(' ', '-')}.yaml"
         path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
         made[name] = path
-    if users.config.samples == "megatron":
+    if users.without_stock:
+        print(f"  stock Megatron is not run: {users.without_stock}", file=sys.stderr)
+    else:
         made["stock"] = None
     return made
 
