@@ -295,6 +295,6 @@ def test_a_command_that_does_not_train_is_a_failure_with_its_reason(
 
 
 def test_the_flag_is_the_hooks_own() -> None:
-    from hotspa_megatron.hooks import arguments as hooks
+    from hotspa_megatron.hooks import flags
 
-    assert verify.FLAG == hooks.FLAG
+    assert verify.FLAG == flags.FLAG
