@@ -47,7 +47,7 @@ Untested: TypeAlias = Literal["fp8", "megatron"]
 
 _TOP_KEYS: Final = (
     *("strategies", "home", "samples", "overlong", "mock_lengths", "merge", "switch", "check_plans", "get_batch"),
-    *("verify_every", "trace", "watchdog_s", "allow_untested"),
+    *("verify_every", "trace", "watchdog_s", "start_sample", "allow_untested"),
 )
 _STRATEGY_KEYS: Final = (
     "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
@@ -56,7 +56,7 @@ _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch",
 _HOME_KEYS: Final = ("tokens_per_microbatch",)
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
-_TOP_REFUSED: Final = dict.fromkeys(("start_sample",), _NOT_YET)
+_TOP_REFUSED: Final[dict[str, str]] = {}
 _STRATEGY_REFUSED: Final = {
     "ep": _NOT_YET,
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
@@ -71,6 +71,7 @@ _OTHER_NAMES: Final = {
     "max_seqlen": "max_length",
     "max_tokens": "tokens_per_microbatch",
 }
+_LARGEST_COUNT: Final = 2**63 - 1
 _GET_BATCH: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
 
@@ -146,12 +147,15 @@ class HotSPaConfig:
     trace: str | None = None
     """A folder below --save (without it, below where the job starts) for the log of all steps and the timeline of the
     first ones; ``hotspa report`` draws it. None for neither."""
+    start_sample: int | None = None
+    """The consumed samples, counted as ``samples`` says, to start at where the checkpoint counts another kind of sample."""
     watchdog_s: int | None = 120
     """Seconds without progress after which the log says which rank is behind; None for never."""
     allow_untested: tuple[Untested, ...] = ()
     """What may run although the authors never ran it."""
     watchdog_line: int | None = field(default=None, compare=False)
     """None where the file leaves ``watchdog_s`` out."""
+    start_sample_line: int = field(default=1, compare=False)
     home_line: int = field(default=1, compare=False)
     overlong_line: int | None = field(default=None, compare=False)
     """None where the file leaves ``overlong`` out."""
@@ -202,6 +206,7 @@ class HotSPaConfig:
             "get_batch": self.get_batch,
             "trace": self.trace,
             "watchdog_s": self.watchdog_s,
+            "start_sample": self.start_sample,
             "allow_untested": self.allow_untested,
         }
 
@@ -271,7 +276,9 @@ def load_config(path: str | Path) -> HotSPaConfig:
         get_batch=_get_batch(top["get_batch"]) if "get_batch" in top else None,
         trace=_trace(top["trace"]) if "trace" in top else None,
         watchdog_s=_watchdog(top["watchdog_s"]) if "watchdog_s" in top else 120,
+        start_sample=_start_sample(top["start_sample"]) if "start_sample" in top else None,
         allow_untested=_untested(top["allow_untested"]) if "allow_untested" in top else (),
+        start_sample_line=top["start_sample"].line if "start_sample" in top else 1,
         watchdog_line=top["watchdog_s"].line if "watchdog_s" in top else None,
         home_line=document.line if budget is None else budget.line,
         overlong_line=top["overlong"].line if "overlong" in top else None,
@@ -404,6 +411,10 @@ def _trace(value: Value) -> str | None:
     if problem is not None:
         raise value.error(problem)
     return text
+
+
+def _start_sample(value: Value) -> int | None:
+    return None if value.text() is None else value.integer(least=0, most=_LARGEST_COUNT)
 
 
 def _watchdog(value: Value) -> int | None:

@@ -53,6 +53,8 @@ MEANINGS: Final = {
     "watchdog_s": "seconds without progress after which the log says which rank is behind, where, and who waits for it: "
     "[how to read it](debugging.md#a-job-that-stands-still); at most half of --distributed-timeout-minutes | `120`; `null` or 0: "
     "never",
+    "start_sample": "where the checkpoint counts another kind of sample (stock's is megatron): how many of this "
+    "job's kind count as consumed; [when](running-jobs.md#from-stock-to-documents) | `null`: such a checkpoint is refused",
     "allow_untested": "what may run although the authors never ran it",
 }
 """What each key means; after a bar its default, where that is not a value."""
@@ -63,7 +65,8 @@ def keys() -> str:
     lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for key, kind, default in _keys():
         meaning, _, said = MEANINGS[key].partition(" | ")
-        lines.append(f"| `{key}` | {_values(kind)} | {said or _default(default)} | {meaning} |")
+        values = "a whole number of at least 0" if key == "start_sample" else _values(kind)
+        lines.append(f"| `{key}` | {values} | {said or _default(default)} | {meaning} |")
     refused = {**config._TOP_REFUSED, **{f"strategies[].{name}": why for name, why in config._STRATEGY_REFUSED.items()}}
     lines += ["", "Understood and refused:", ""]
     lines += [f"- `{name}`: {why}" for name, why in refused.items()]

@@ -1,40 +1,73 @@
-"""Checkpoints under the flag are stock Megatron's: resuming continues the unbroken run, and either side loads the other's."""
+"""Checkpoints under the flag are stock Megatron's: resuming continues the unbroken run, and either side loads the other's.
+
+What the count of consumed samples means where the flag comes or goes is held in test_start_sample.py.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+from hotspa_megatron.hooks.patching import Patches
 from tests.spawn import run_ranks
+from tests.test_data_faults import _no_process_group, refusal
 from tests.training import (
-    DP4,
+    GUEST_AND_SIBLING,
+    PIPELINED_GUEST,
+    SHARDED,
+    SP,
     STATIC,
+    TP2_CP2,
     TP2_PP2,
     TWO_GUESTS,
     Home,
     Job,
     Run,
     arguments,
+    difference,
     import_megatron,
     train,
     workspace,
 )
 
-PLAIN_ADAM_ONLY = (
-    "Megatron's distributed optimizer cannot load its own checkpoint without Apex or Transformer Engine, which the CPU "
-    "lacks: DistributedOptimizer.state_dict wants the step of a state that does not exist yet"
-)
+GUEST = "strategies: [{max_length: 64, tp: 2}]"
+TP2 = Home(2, 1, 1, (SP, SHARDED))
+TP1_GUEST = "strategies: [{max_length: 48, tp: 1, tokens_per_microbatch: 96}]"
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
 
 
-def run(home: Home, config: str | None, *more: str, iterations: int, hooks: bool = True) -> Run:
+class Setup(NamedTuple):
+    home: Home
+    config: str
+    ranks: int
+
+
+SETUPS = {
+    "plain": Setup(TP2_PP2, TWO_GUESTS, 4),
+    "sharded": Setup(Home(1, 1, 1, (SHARDED,)), GUEST, 2),
+}
+"""By what becomes of the optimizer: every rank has its parameters' state, or the data-parallel ranks share it."""
+
+
+def run(setup: Setup, *more: str, iterations: int, **options: Any) -> Run:
+    home = setup.home
     line = arguments(*home.flags, *more, tp=home.tp, cp=home.cp, pp=home.pp, iterations=iterations)
-    return train(Job(line, config, hooks=hooks))
+    return train(Job(line, setup.config, ranks=setup.ranks, **options))
 
 
-def saving(name: str) -> tuple[str, ...]:
-    return ("--save", str(workspace() / name), "--save-interval", "3")
+def stock(setup: Setup, *more: str, iterations: int) -> Run:
+    """Without the flag, and without a hook of ours."""
+    return run(setup._replace(config=None), *more, iterations=iterations, hooks=False)  # type: ignore[arg-type]
+
+
+def saving(name: str, interval: int = 3) -> tuple[str, ...]:
+    return ("--save", str(workspace() / name), "--save-interval", str(interval))
 
 
 def loading(name: str, iteration: int) -> tuple[str, ...]:
@@ -42,62 +75,83 @@ def loading(name: str, iteration: int) -> tuple[str, ...]:
     return ("--load", str(workspace() / name), "--ckpt-step", str(iteration), "--override-opt-param-scheduler")
 
 
-@pytest.fixture(scope="module")
-def unbroken() -> Run:
-    return run(TP2_PP2, TWO_GUESTS, *saving("flag"), iterations=6)
+def unbroken(name: str) -> Run:
+    return run(SETUPS[name], *saving(name), iterations=6)
 
 
-@pytest.mark.parametrize(
-    "home", [TP2_PP2, pytest.param(DP4, marks=pytest.mark.skip(reason=PLAIN_ADAM_ONLY))], ids=["plain", "sharded"]
-)
-def test_resuming_continues_the_unbroken_run_bit_for_bit(unbroken: Run, home: Home) -> None:
-    resumed = run(home, TWO_GUESTS, *loading("flag", 3), iterations=6)
+# ---------------------------------------------------------------------------------------------------- in one layout
+
+
+@pytest.mark.parametrize("name", list(SETUPS))
+def test_resuming_continues_the_unbroken_run_bit_for_bit(name: str) -> None:
+    whole, resumed = unbroken(name), run(SETUPS[name], *loading(name, 3), iterations=6)
     assert [each.number for each in resumed.iterations] == [4, 5, 6]
-    assert resumed.iterations == unbroken.iterations[3:]
-    assert resumed.steps == unbroken.steps[3:]
-    assert resumed.parameters == unbroken.parameters
-    assert (
-        resumed.loaded != unbroken.loaded != unbroken.parameters
-    )  # three different states, so the hashes say something
+    assert resumed.iterations == whole.iterations[3:]
+    assert resumed.steps == whole.steps[3:]
+    assert resumed.parameters == whole.parameters
+    assert resumed.loaded != whole.loaded != whole.parameters  # three different states, so the hashes say something
 
 
 def test_resuming_draws_the_same_random_numbers() -> None:
     """With dropout: the numbers of every segment are a function of the step alone."""
     dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
-    unbroken = run(TP2_PP2, TWO_GUESTS, *dropout, *saving("dropout"), iterations=5)
-    resumed = run(TP2_PP2, TWO_GUESTS, *dropout, *loading("dropout", 3), iterations=5)
-    assert resumed.iterations == unbroken.iterations[3:]
-    assert resumed.parameters == unbroken.parameters
-    assert resumed.losses != run(TP2_PP2, TWO_GUESTS, *loading("dropout", 3), iterations=5).losses
+    plain = SETUPS["plain"]
+    whole = run(plain, *dropout, *saving("dropout"), iterations=5)
+    resumed = run(plain, *dropout, *loading("dropout", 3), iterations=5)
+    assert resumed.iterations == whole.iterations[3:]
+    assert resumed.parameters == whole.parameters
+    assert resumed.losses != run(plain, *loading("dropout", 3), iterations=5).losses
 
 
-def test_a_resumed_run_may_change_strategies(unbroken: Run) -> None:
-    static = run(TP2_PP2, STATIC, *loading("flag", 3), iterations=6)
+def test_a_resumed_run_may_change_strategies() -> None:
+    whole = unbroken("plain")
+    static = run(SETUPS["plain"]._replace(config=STATIC), *loading("plain", 3), iterations=6)
     assert [each.consumed_samples for each in static.iterations] == [64, 80, 96]
-    for resumed, original in zip(static.iterations, unbroken.iterations[3:], strict=True):
-        assert math.isclose(resumed.loss, original.loss, rel_tol=1e-6)
-        assert math.isclose(resumed.grad_norm, original.grad_norm, rel_tol=1e-5)
+    assert_goes_on(static, whole)
 
 
-def test_stock_megatron_loads_what_was_saved_under_the_flag(unbroken: Run) -> None:
-    stock = run(TP2_PP2, None, *loading("flag", 6), iterations=8, hooks=False)
-    assert stock.loaded == unbroken.parameters
-    assert [(each.number, each.consumed_samples) for each in stock.iterations] == [(7, 112), (8, 128)]
-    assert all(math.isfinite(each.loss) for each in stock.iterations)
+def assert_goes_on(resumed: Run, whole: Run) -> None:
+    """In another layout: the same to the order of sums."""
+    first = resumed.iterations[0].number - 1
+    assert [each.number for each in resumed.iterations] == [each.number for each in whole.iterations[first:]]
+    losses = difference(resumed.losses, whole.losses[first:])
+    norms = difference(resumed.grad_norms, whole.grad_norms[first:])
+    print(f"losses {losses:.1e}, gradient norms {norms:.1e}")
+    assert losses <= 1e-6 and norms <= 1e-5
+    # A run that had not moved on from its start would be seen.
+    assert difference(whole.losses[first : first + 1], whole.losses[:1]) > 1e-4
 
 
-def test_the_flag_loads_what_stock_megatron_saved_and_both_save_the_same(unbroken: Run) -> None:
-    stock = run(TP2_PP2, None, *saving("stock"), iterations=3, hooks=False)
-    taken_up = run(TP2_PP2, TWO_GUESTS, *loading("stock", 3), iterations=4)
-    assert taken_up.loaded == stock.parameters
-    assert [(each.first_sample, each.samples) for each in taken_up.steps] == [(48, 16)]
-    ours, theirs = (_contents(workspace() / name / "iter_0000003") for name in ("flag", "stock"))
-    added = {"args.hotspa_config"}
-    assert ours - theirs == added and theirs <= ours
+# --------------------------------------------------------------------------------------------- stock Megatron's own
+
+
+@pytest.mark.parametrize("name", list(SETUPS))
+def test_stock_megatron_loads_what_was_saved_under_the_flag(name: str) -> None:
+    whole = unbroken(name)
+    later = stock(SETUPS[name], *loading(name, 6), iterations=8)
+    assert later.loaded == whole.parameters
+    assert [(each.number, each.consumed_samples) for each in later.iterations] == [(7, 112), (8, 128)]
+    assert all(math.isfinite(each.loss) for each in later.iterations)
+
+
+def test_both_save_the_same_but_for_two_strings_among_the_arguments() -> None:
+    unbroken("sharded")
+    stock(SETUPS["sharded"], *saving("stock"), iterations=3)
+    ours, theirs = (contents(workspace() / name / "iter_0000003") for name in ("sharded", "stock"))
+    assert ours - theirs == {"args.hotspa_config", "args.hotspa_samples"} and theirs <= ours
     assert any(key.startswith("optimizer") for key in theirs) and "args.num_layers" in theirs
 
 
-def _contents(checkpoint: Path) -> set[str]:
+def test_no_file_of_a_checkpoint_names_a_class_of_ours() -> None:
+    """Files hold pickles uncompressed, in which the module of every class stands in plain letters."""
+    unbroken("sharded")
+    files = [path for path in (workspace() / "sharded" / "iter_0000003").rglob("*") if path.is_file()]
+    texts = [path.read_bytes() for path in files]
+    assert any(b"argparse" in text for text in texts)
+    assert [path for path, text in zip(files, texts, strict=True) if b"hotspa_megatron" in text] == []
+
+
+def contents(checkpoint: Path) -> set[str]:
     """Every key of a checkpoint: what is sharded, and the common state, its arguments included."""
     (keys,) = run_ranks(_read_contents, 1, checkpoint, prepare=import_megatron, init_process_group=False)
     return set(keys)
@@ -109,3 +163,313 @@ def _read_contents(rank: int, world_size: int, checkpoint: Path) -> list[str]:
     stored = serialization.load_sharded_metadata(str(checkpoint))  # tensors and objects
     common = serialization.load_common_state_dict(str(checkpoint))
     return [*stored, *common, *(f"args.{name}" for name in vars(common["args"]))]
+
+
+# ------------------------------------------------------------------------------------------------ in another layout
+
+
+def copying_state(folder: Path) -> Callable[[], None]:
+    """For ``Job.before``: have the job write its state for any layout, too: to "begin" before its first iteration, and to the
+    iteration's number wherever it saves."""
+    return functools.partial(_copy_state, folder)
+
+
+def _copy_state(folder: Path) -> None:
+    from megatron.training import checkpointing, get_args, training
+
+    train_, save = training.train, training.save_checkpoint_and_time
+
+    def copy(name: str, model: Any, optimizer: Any, scheduler: Any) -> None:
+        args, patches = get_args(), Patches()
+        patches.set(args, "save", str(folder / name))
+        patches.set(args, "dist_ckpt_optim_fully_reshardable", True)
+        checkpointing.save_checkpoint(1, model, optimizer, scheduler, 0)
+        patches.undo_all()
+
+    def train(forward_step: Any, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
+        copy("begin", model, optimizer, scheduler)
+        return train_(forward_step, model, optimizer, scheduler, *rest, **options)
+
+    def save_too(iteration: int, model: Any, optimizer: Any, scheduler: Any, *rest: Any, **options: Any) -> Any:
+        copy(str(iteration), model, optimizer, scheduler)
+        return save(iteration, model, optimizer, scheduler, *rest, **options)
+
+    Patches().set(training, "train", train)
+    Patches().set(training, "save_checkpoint_and_time", save_too)
+
+
+class State(NamedTuple):
+    """What a checkpoint holds whatever the layout: tensors whole, by name (fp32 copies, both moments, weights), and the
+    optimizer's steps."""
+
+    tensors: dict[str, Any]
+    steps: set[float]
+
+
+def state(folder: Path) -> State:
+    ((tensors, steps),) = run_ranks(_read_state, 1, folder / "iter_0000001", prepare=import_megatron)
+    return State(tensors, steps)
+
+
+def _read_state(rank: int, world_size: int, checkpoint: Path) -> tuple[dict[str, Any], set[float]]:
+    import torch
+    from megatron.core import dist_checkpointing
+
+    found = dist_checkpointing.load_plain_tensors(str(checkpoint))
+    tensors = {name: each for name, each in found.items() if torch.is_tensor(each) and each.is_floating_point()}
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    return {name: tensor.float().numpy() for name, tensor in tensors.items()}, {
+        float(group["step"]) for group in groups
+    }
+
+
+def assert_same_bits(one: State, other: State) -> None:
+    assert one.tensors.keys() == other.tensors.keys() and one.steps == other.steps
+    assert {kind for kind in ("param", "exp_avg", "exp_avg_sq") for name in one.tensors if f".{kind}." in name} == {
+        "param", "exp_avg", "exp_avg_sq"
+    }  # fmt: skip
+    different = [name for name in one.tensors if one.tensors[name].tobytes() != other.tensors[name].tobytes()]
+    assert different == []
+
+
+@functools.cache
+def any_layouts() -> Run:
+    more = (*saving("any"), RESHARDABLE)
+    return run(Setup(TP2, TP1_GUEST, 2), *more, iterations=6, before=copying_state(workspace() / "any-copy"))
+
+
+@pytest.mark.parametrize(
+    ("home", "config", "ranks"),
+    [
+        (Home(1, 1, 1, (SHARDED,)), GUEST, 2),
+        (Home(1, 1, 2, (SHARDED,)), STATIC, 2),
+        pytest.param(Home(1, 1, 1, (SHARDED,)), PIPELINED_GUEST, 4, marks=pytest.mark.long),
+        pytest.param(TP2_CP2, GUEST_AND_SIBLING, 4, marks=pytest.mark.long),
+        pytest.param(Home(4, 1, 1, (SHARDED, SP)), STATIC, 4, marks=pytest.mark.long),
+        pytest.param(Home(2, 1, 2, (SHARDED, SP)), TWO_GUESTS, 4, marks=pytest.mark.long),
+    ],
+    ids=["dp2", "pp2", "dp4", "tp2-cp2", "tp4", "tp2-pp2"],
+)
+def test_a_sharded_optimizers_state_is_the_same_under_another_home(
+    home: Home, config: str, ranks: int, tmp_path: Path
+) -> None:
+    """Gate and up of SwiGLU's first layer, which lie in turns over tensor-parallel ranks, among it."""
+    whole = any_layouts()
+    resumed = run(Setup(home, config, ranks), *loading("any", 3), iterations=6, before=copying_state(tmp_path))
+    assert_goes_on(resumed, whole)
+    loaded, copies = state(tmp_path / "begin"), workspace() / "any-copy"
+    assert_same_bits(loaded, state(copies / "3"))
+    assert any("exp_avg_sq" in name and "linear_fc1" in name for name in loaded.tensors)
+    with pytest.raises(AssertionError):
+        assert_same_bits(loaded, state(copies / "6"))
+
+
+# One weight is larger than all others together, so that at dp 3 and 4 slices lie inside it; others end in padding.
+ONE_LARGE_WEIGHT = ("--make-vocab-size-divisible-by", "4096")
+TIED = ("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--disable-bias-linear",
+        "--normalization", "RMSNorm", "--position-embedding-type", "rope")  # fmt: skip
+
+
+@pytest.mark.parametrize("chain", [(2, 3), pytest.param((2, 3, 4, 1), marks=pytest.mark.long)])
+def test_a_sharded_optimizers_state_is_the_same_at_any_dp(chain: tuple[int, ...], tmp_path: Path) -> None:
+    """As Megatron saves it by default: by places in flat buffers, whose padding depends on dp."""
+
+    def job(dp: int, *more: str, iterations: int, copy: Path) -> Run:
+        line = arguments(SHARDED, *ONE_LARGE_WEIGHT, *more, iterations=iterations, batch=12, model=TIED)
+        config = STATIC if dp % 2 else GUEST
+        return train(Job(line, config, ranks=dp, before=copying_state(copy)))
+
+    whole = job(chain[0], iterations=2 * len(chain), copy=tmp_path / "whole")
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "2")
+    for link, dp in enumerate(chain):
+        load = ("--load", str(tmp_path / "saved"), "--override-opt-param-scheduler") if link else ()
+        part = job(dp, *save, *load, iterations=2 * link + 2, copy=tmp_path / str(link))
+        losses = difference(part.losses, whole.losses[2 * link : 2 * link + 2])
+        print(f"dp {dp}: losses {losses:.1e}")
+        assert losses <= 1e-6 and len(part.losses) == 2
+        if link:
+            before, after = state(tmp_path / str(link - 1) / str(2 * link)), state(tmp_path / str(link) / "begin")
+            assert_same_bits(after, before)
+            assert after.steps == {2.0 * link}
+    sizes = sorted(each.size for name, each in before.tensors.items() if name.startswith("optimizer.state.exp_avg."))
+    assert sizes[-1] > sum(sizes[:-1]) and {size % 64 for size in sizes} > {0}
+
+
+# ---------------------------------------------------------------------------------------------- the state stays put
+
+
+def _optimizer_stays(folder: Path, touch: bool) -> None:
+    """For ``Job.before``: look at every rank's optimizer, storage and bits, around the work of each step, up to where
+    Megatron's own optimizer begins. ``touch`` changes a number of it in between."""
+    import torch
+    import torch.distributed as dist
+    from megatron.training import training
+
+    from hotspa_megatron.hooks.forward_backward import StepRunner
+
+    setup, run_step, optimizers, steps = training.setup_model_and_optimizer, StepRunner.run, [], 0
+
+    def setup_model_and_optimizer(*args: Any, **options: Any) -> Any:
+        result = setup(*args, **options)
+        optimizers.extend(each.optimizer for each in result[1].chained_optimizers)
+        return result
+
+    def seen() -> list[tuple[int, bytes]]:
+        (optimizer,) = optimizers
+        tensors = [each for group in optimizer.param_groups for each in group["params"]]
+        tensors += [value for each in tensors for value in optimizer.state[each].values()]
+        return [(each.data_ptr(), each.detach().reshape(-1).view(torch.uint8).numpy().tobytes()) for each in tensors]
+
+    def run(self: Any, **options: Any) -> Any:
+        nonlocal steps
+        before = seen()
+        result = run_step(self, **options)
+        if touch and steps == 2 and dist.get_rank() == 1:
+            next(iter(optimizers[0].state.values()))["exp_avg"][0] += 1
+        assert seen() == before, "the optimizer's state was touched"
+        steps += 1
+        (folder / f"steps-{dist.get_rank()}").write_text(str(steps))
+        return result
+
+    Patches().set(training, "setup_model_and_optimizer", setup_model_and_optimizer)
+    Patches().set(StepRunner, "run", run)
+
+
+def _stays_and_is_copied(folder: Path) -> None:
+    _copy_state(folder)
+    _optimizer_stays(folder, touch=False)
+
+
+def test_the_optimizers_state_stays_where_it_is_while_parameters_move(tmp_path: Path) -> None:
+    """In bf16, whose fp32 copies would put an old weight back at the next step, had a switch changed it at home."""
+    save = ("--save", str(tmp_path / "saved"), "--save-interval", "10")
+    line = arguments(*TP2.flags, "--bf16", "--lr", "0", "--min-lr", "0", *save, tp=2, iterations=10)
+    still = train(Job(line, TP1_GUEST, ranks=2, before=functools.partial(_stays_and_is_copied, tmp_path)))
+    assert all({segment.kind for segment in step.segments} == {"guest", "home"} for step in still.steps)
+    assert [(tmp_path / f"steps-{rank}").read_text() for rank in range(2)] == ["10", "10"]
+    assert still.parameters == still.loaded  # at a learning rate of 0: ten switches have brought back every bit
+    begin, end = state(tmp_path / "begin"), state(tmp_path / "10")
+    changed = {
+        name.split(".")[2] for name in begin.tensors if begin.tensors[name].tobytes() != end.tensors[name].tobytes()
+    }
+    assert changed == {"exp_avg", "exp_avg_sq"} and end.steps == {10.0}
+
+
+@pytest.mark.long
+def test_a_touched_optimizer_is_seen(tmp_path: Path) -> None:
+    line = arguments(*TP2.flags, tp=2, iterations=4)
+    with pytest.raises(AssertionError, match="the optimizer's state was touched"):
+        train(Job(line, TP1_GUEST, ranks=2, before=functools.partial(_optimizer_stays, tmp_path, True)))
+
+
+@pytest.mark.long
+def test_ten_steps_of_changing_strategies_leave_the_static_runs_fp32_copies(tmp_path: Path) -> None:
+    ends = []
+    for config in (TP1_GUEST, STATIC):
+        folder = tmp_path / ("mixed" if config is TP1_GUEST else "static")
+        save = ("--save", str(folder), "--save-interval", "10")
+        train(Job(arguments(*TP2.flags, *save, tp=2, iterations=10), config, ranks=2, before=copying_state(folder)))
+        ends.append(state(folder / "10"))
+    begin, (mixed, static) = state(tmp_path / "static" / "begin"), ends
+    weights = [name for name in static.tensors if ".param." in name]
+    off = max(abs(mixed.tensors[name] - static.tensors[name]).max() for name in weights)
+    moved = max(abs(begin.tensors[name] - static.tensors[name]).max() for name in weights)
+    print(f"fp32 copies differ by {off:.1e}; training moved them by {moved:.1e}")
+    assert off <= 1e-6 < 1e-3 < moved
+
+
+# ------------------------------------------------------------------------------------------- what cannot be gone on from
+
+
+def test_a_layout_that_the_state_was_not_saved_for_is_refused_before_anything_is_started() -> None:
+    """Megatron's own error comes once all groups and the model are there, and names another flag."""
+    unbroken("sharded")
+    ours = refusal(Job(arguments(SHARDED, *loading("sharded", 3), tp=2), GUEST, ranks=2, before=_no_process_group))
+    assert ours.startswith(f"--load {workspace() / 'sharded'}: its optimizer state was saved at tp1 pp1 without")
+    assert f"cannot be loaded at tp2 pp1; run at tp1 pp1 with {RESHARDABLE} until" in ours
+    plain = refusal(Job(arguments(*loading("sharded", 3)), GUEST, ranks=2, before=_no_process_group))
+    assert "its optimizer state is the distributed optimizer's; add --use-distributed-optimizer, or" in plain
+
+
+PP2 = Home(1, 1, 2, (SHARDED,))
+NOT_LOADED = {
+    "tp": (SETUPS["sharded"].home, TP2, "saved at tp1 pp1 without"),
+    "vpp": (PP2, Home(1, 1, 2, (SHARDED, "--num-virtual-stages-per-pipeline-rank", "2")), "loaded at tp1 pp2 vpp2; run"),
+    "uneven": (PP2, Home(1, 1, 2, (SHARDED, "--decoder-first-pipeline-num-layers", "1")),
+               "loaded at tp1 pp2 --decoder-first-pipeline-num-layers 1; run"),
+    "to plain": (PP2, Home(1, 1, 2, ()), "add --use-distributed-optimizer, or"),
+    "from plain": (Home(1, 1, 2, ()), PP2, "saved without --use-distributed-optimizer"),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(NOT_LOADED))
+def test_what_is_refused_is_what_megatron_cannot_load(name: str) -> None:
+    first, then, line = NOT_LOADED[name]
+    stock(Setup(first, STATIC, 2), *saving(f"refused-{name}", 1), iterations=1)
+    load = loading(f"refused-{name}", 1)
+    with pytest.raises(AssertionError, match="load_checkpoint"):
+        stock(Setup(then, STATIC, 2), *load, iterations=2)
+    with pytest.raises(AssertionError, match=re.escape(line)):
+        run(Setup(then, "strategies: []\nsamples: documents\nstart_sample: 16", 2), *load, iterations=2)
+    without = stock(Setup(then, STATIC, 2), *load, "--no-load-optim", iterations=2)
+    assert [each.number for each in without.iterations] == [2]
+
+
+def test_the_jobs_first_lines_say_which_flag_another_layout_takes() -> None:
+    assert f"hotspa: checkpoints can be loaded at another dp or cp; for another tp or pp, save with {RESHARDABLE}" in (
+        unbroken("sharded").output
+    )
+    assert "save with" not in any_layouts().output and "save with" not in unbroken("plain").output
+
+
+def test_a_damaged_checkpoint_is_named_before_anything_is_started(tmp_path: Path) -> None:
+    unbroken("sharded")
+    folder = tmp_path / "iter_0000003"
+    folder.mkdir()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    whole = workspace() / "sharded" / "iter_0000003"
+    for name in ("metadata.json", ".metadata", "common.pt"):
+        if (whole / name).exists():
+            text = (whole / name).read_bytes()
+            (folder / name).write_bytes(text if name == "metadata.json" else text[: len(text) // 2])
+    line = refusal(Job(arguments(SHARDED, "--load", str(tmp_path)), GUEST, ranks=2, before=_no_process_group))
+    assert line.startswith(f"--load: {folder} cannot be read (") and line.endswith("with --ckpt-step")
+
+
+# ----------------------------------------------------------------------- what stock Megatron lacks without Apex and TE
+
+
+def _forget_the_step() -> None:
+    """As Megatron has it, once it gets past the state that is not there yet."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    name = "_set_main_param_and_optimizer_states"
+    Patches().set(DistributedOptimizer, name, getattr(DistributedOptimizer, name).__wrapped__)
+
+
+def _as_megatron_has_it() -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    _forget_the_step()
+    Patches().set(DistributedOptimizer, "state_dict", DistributedOptimizer.state_dict.__wrapped__)  # type: ignore[attr-defined]
+
+
+@pytest.mark.long
+def test_without_the_stand_ins_mend_stock_megatron_and_the_flag_forget_the_same_step() -> None:
+    """torch's AdamW keeps its step among the state, where Megatron's distributed optimizer does not restore it."""
+    home, forgotten = SETUPS["sharded"].home, {}
+    for name, hooks in (("stock", False), ("flag", True)):
+        setup = Setup(home, GUEST if hooks else None, 2)  # type: ignore[arg-type]
+        whole = run(setup, *saving(f"mend-{name}"), iterations=6, hooks=hooks)
+        load = loading(f"mend-{name}", 3)
+        mended = run(setup, *load, iterations=6, hooks=hooks)
+        assert mended.iterations == whole.iterations[3:] and mended.parameters == whole.parameters
+        without = run(setup, *load, iterations=6, hooks=hooks, before=_forget_the_step)
+        assert without.losses[0] == whole.losses[3]
+        forgotten[name] = difference(without.losses, whole.losses[3:])
+        with pytest.raises(AssertionError, match=r"assert len\(steps\) == 1"):
+            run(setup, *load, iterations=6, hooks=hooks, before=_as_megatron_has_it)
+    print(f"losses of the resumed run differ by {forgotten} without the mend, by 0 with it")
+    assert all(1e-5 < each < 1e-1 for each in forgotten.values())

@@ -268,9 +268,6 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
     "merge": ("strategies: []\nmerge: always\n", 2, "merge", "auto"),
     "batch path": ("strategies: []\nget_batch: a/b.py:f\n", 2, "get_batch", "write pkg.mod:function or null"),
 }
-NOT_YET = ("start_sample: null",)
-for _line in NOT_YET:
-    BAD[_line] = (f"strategies: []\n{_line}\n", 2, _line.split(":")[0], "is not available in this version; remove it")
 for _often in ("-1", "1.5", "yes", '"10"', "9999999999"):
     BAD[f"watchdog_s {_often}"] = (f"strategies: []\nwatchdog_s: {_often}\n", 2, "watchdog_s", "write ")
 BAD["untested"] = (

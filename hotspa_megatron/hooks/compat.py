@@ -79,6 +79,7 @@ def check_version() -> None:
         "build_train_valid_test_datasets": ("build_train_valid_test_datasets_provider",),
         "build_pretraining_data_loader": ("dataset", "consumed_samples"),
         "setup_model_and_optimizer": ("model_type",),
+        "load_checkpoint": ("opt_param_scheduler",),
         "dummy_train_step": ("data_iterator",),
         "training_log": ("iteration",),
     }

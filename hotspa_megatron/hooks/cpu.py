@@ -1,8 +1,9 @@
 """The CPU stand-in for torch.cuda: lets stock Megatron-LM train on gloo, for laptops, tests and CI.
 
 It maps CUDA devices to the CPU, gives torch.cuda's functions CPU meanings and hands Megatron (and nobody else) an empty
-``triton``. No Megatron file is changed and no number is: it only decides where tensors live. It must be installed before
-``megatron`` is imported, and refuses to be where a CUDA device is visible.
+``triton``. No Megatron file is changed and no number is: it only decides where tensors live, and, where Megatron falls back
+on torch's AdamW, lets its distributed optimizer load what it saved. It must be installed before ``megatron`` is imported, and
+refuses to be where a CUDA device is visible.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def install() -> None:
     # CUDA builds of torch would otherwise look for the stream of an accelerator that is not there.
     _patches.set(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     _keep_megatron_helpers_compiled()
+    _let_torch_optimizers_be_loaded()
     # Megatron warns that the CPU generator moved under the CUDA one: here they are the same.
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
     logger.addFilter(_not_about_generators)
@@ -338,6 +340,47 @@ def _keep_megatron_helpers_compiled() -> None:
         except ImportError:
             return
     _patches.set(dataset_helpers, "compile_helpers", lambda: None)
+
+
+def _let_torch_optimizers_be_loaded() -> None:
+    """Without Apex or Transformer Engine, Megatron's distributed optimizer cannot load its own checkpoint.
+
+    It asks for the step of a state that is not there yet; then it counts the steps of all parameters in one tensor, and takes
+    for their value that of the state before the checkpoint. GPUs have fused optimizers, of which none of this is true.
+    """
+    with quiet_imports():
+        from megatron.core.optimizer import distrib_optimizer
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+
+    def beginning(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def state_dict(self: Any) -> Any:
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self.optimizer.state[parameter]
+                    if not state:  # as AdamW's own first step begins
+                        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                        state.update(step=torch.zeros(()), **moments)
+            return original(self)
+
+        return state_dict
+
+    def keeping_the_step(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> None:
+            group, index = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
+            step = state.pop("step").clone()
+            with torch.no_grad():  # in fp32 it writes into the parameters themselves
+                original(self, model_param, tensors)
+            state["step"] = step
+
+        return set_main_param_and_optimizer_states
+
+    optimizer = distrib_optimizer.DistributedOptimizer
+    _patches.wrap(optimizer, "state_dict", beginning)
+    _patches.wrap(optimizer, "_set_main_param_and_optimizer_states", keeping_the_step)
 
 
 @contextlib.contextmanager

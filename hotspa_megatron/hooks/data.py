@@ -24,7 +24,7 @@ from hotspa_megatron.strategy import Coordinates
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What the training iterator yields, once per step: which samples. Small, so that it can be kept for a rerun."""
+    """Which samples a step takes."""
 
     first_sample: int
     samples: int
@@ -42,9 +42,10 @@ class Step:
 class StepLoader:
     """Serves steps as a pure function of consumed samples.
 
-    Iterating yields a ``StepBatch`` per step, for the position and size that ``position`` reports then, so batch-size
-    ramp-up and skipped iterations need nothing of their own. While a step runs, a thread plans the one that follows it
-    if nothing unusual happens; anything else is planned when it is asked for.
+    Iterating yields the numbers of a ``StepBatch`` per step, for the position and size that ``position`` reports then, so
+    batch-size ramp-up and skipped iterations need nothing of their own. (Numbers, because a checkpoint for a rerun elsewhere
+    keeps what was yielded, and Megatron reads no class of ours from one.) While a step runs, a thread plans the one that
+    follows it if nothing unusual happens; anything else is planned when it is asked for.
     """
 
     def __init__(self, samples: Samples, planner: StepPlanner, *, position: Callable[[], tuple[int, int]]) -> None:
@@ -55,9 +56,9 @@ class StepLoader:
         # The last step, which a rerun asks for again, and the next.
         self._planned: dict[StepBatch, Future[Step]] = {}
 
-    def __iter__(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         while True:
-            yield StepBatch(*self._position())
+            yield self._position()
 
     def step(self, batch: StepBatch) -> Step:
         """The step of these samples; an error in them is raised here, when the step is due, not when it was planned."""

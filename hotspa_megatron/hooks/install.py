@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hotspa_megatron import run_folder
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, Untested, load_config, resolve
-from hotspa_megatron.hooks import agreement, arguments, auto, compat, cpu, endings, get_batch
+from hotspa_megatron.hooks import agreement, arguments, auto, checkpoint, compat, cpu, endings, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.costs import decide_costs, decide_estimator
 from hotspa_megatron.hooks.data import Step, StepBatch, StepLoader
@@ -78,7 +78,7 @@ def install() -> None:
     from megatron.core import timers
     from megatron.core.pipeline_parallel import schedules
     from megatron.training import arguments as megatron_arguments
-    from megatron.training import initialize, training
+    from megatron.training import checkpointing, initialize, training
 
     _patches.wrap(megatron_arguments, "add_megatron_arguments", _add_flag)
     _patches.wrap(megatron_arguments, "validate_args", _check_flags_first)
@@ -90,6 +90,8 @@ def install() -> None:
     # Inside initialize_megatron: 0.17 knows its arguments only there.
     _patches.wrap(initialize, "_initialize_distributed", _plan_before_and_create_groups_after)
     _patches.wrap(training, "setup_model_and_optimizer", _build_guests_after)
+    _patches.wrap(checkpointing, "check_checkpoint_args", _count_samples_of_this_job)
+    _patches.wrap(training, "load_checkpoint", _move_schedule_with_the_count)
     _patches.wrap(training, "build_train_valid_test_data_iterators", _read_documents_on_every_rank)
     _patches.wrap(training, "build_train_valid_test_datasets", _ask_provider_once)
     _patches.wrap(training, "build_pretraining_data_loader", _serve_steps)
@@ -137,6 +139,8 @@ class Session:
         self.guard: Guard | None = None
         self.train_dataset: Any = None
         self.loader: StepLoader | None = None
+        self.first_sample: int | None = None
+        """Where the count of samples was taken up, if the checkpoint counted another kind."""
         self.folder = _run_folder(args, resolved.config.trace)
         self.report: StepReport | None = None
         self.trace: Trace | None = None
@@ -313,8 +317,10 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
             if args.hotspa_config == auto.AUTO:
                 args.hotspa_config = str(auto.decide(args, say=_say))
             session = Session(args, _resolved(args))
+            checkpoint.check(args, session.resolved.config)
         except ValueError as error:
             _refuse(error)
+        setattr(args, checkpoint.MARK, checkpoint.kind_of(args, session.resolved.config))
         if args.transformer_impl == "local":
             replace_local_modules()
         if args.sft:
@@ -337,6 +343,8 @@ def _plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callab
         if session.resolved.config.allow_untested:
             _say(f"allowed, although untested: {', '.join(session.resolved.config.allow_untested)}")
         _say_groups(session)
+        if limit := checkpoint.saved_for_one_layout(args):
+            _say(limit)
         for each in (*session.resolved.strategies, session.resolved.home):
             _say(
                 f"up to {each.max_length:,} tokens: {each.strategy} ({each.kind}), {each.tokens_per_microbatch:,} tokens per "
@@ -529,6 +537,50 @@ def _build_guests_after(original: Callable[..., Any]) -> Callable[..., Any]:
     return setup_model_and_optimizer
 
 
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def _count_samples_of_this_job(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron asks this of a checkpoint's arguments before it takes the consumed samples from them."""
+
+    @functools.wraps(original)
+    def check_checkpoint_args(saved: Any, *rest: Any, **options: Any) -> Any:
+        result = original(saved, *rest, **options)
+        session = _session
+        if session is None:
+            return result
+        config = session.resolved.config
+        try:
+            session.first_sample = checkpoint.first_sample(session.args, saved, config)
+        except ValueError as error:  # in a checkpoint that could not be looked at before
+            _refuse(error)
+        kind = checkpoint.kind_of(session.args, config)
+        if session.first_sample is not None:
+            _say(f"start_sample: {kind} are counted from {session.first_sample} on, by schedules too")
+            saved.consumed_train_samples, saved.skipped_train_samples = session.first_sample, 0
+        elif config.start_sample is not None:
+            _say(f"start_sample: has no effect, as the checkpoint counts {kind} already")
+        return result
+
+    return check_checkpoint_args
+
+
+def _move_schedule_with_the_count(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **options: Any) -> Any:
+        result = original(*positional, **options)
+        first = None if _session is None else _session.first_sample
+        scheduler = signature.bind(*positional, **options).arguments["opt_param_scheduler"]
+        if first is not None and scheduler is not None and scheduler.num_steps:  # 0 where it was not loaded
+            scheduler.num_steps = first
+            scheduler.step(0)
+        return result
+
+    return load_checkpoint
+
+
 # ---------------------------------------------------------------------------------------------------------------- data
 
 
@@ -542,7 +594,10 @@ def _read_documents_on_every_rank(original: Callable[..., Any]) -> Callable[...,
             first = functools.partial(provider, vp_stage=0)
             vars(first).update(vars(provider))
             provider = first
-        with first_rank_of_every_group():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(first_rank_of_every_group())
+            if _session.first_sample == 0:
+                stack.enter_context(checkpoint.nothing_consumed(_session.args))
             return original(provider)
 
     return build_train_valid_test_data_iterators
@@ -672,9 +727,9 @@ def _train_under_several_strategies(original: Callable[..., Any]) -> Callable[..
     return train_step
 
 
-def _step_of(loader: StepLoader, batch: StepBatch) -> Step:
+def _step_of(loader: StepLoader, batch: tuple[int, int]) -> Step:
     try:
-        return loader.step(batch)
+        return loader.step(StepBatch(*batch))
     except ValueError as error:  # what a sample is, every rank finds alike
         _refuse(error)
 

@@ -1,0 +1,175 @@
+"""Going on from a checkpoint: whether this job can load it, and which kind of sample its consumed samples are.
+
+Checkpoints are plain Megatron checkpoints of home, written and read by Megatron alone. One string among the arguments that
+they keep (``MARK``) says what the job counted as samples; without it they count Megatron's own. Called by install.py:
+before any process group exists (``check``), and in the middle of Megatron's own loading (``first_sample``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hotspa_megatron.config import HotSPaConfig
+from hotspa_megatron.hooks import compat
+from hotspa_megatron.strict_yaml import config_error, one_line
+
+MARK: Final = "hotspa_samples"
+"""The saved argument that holds a ``SampleKind``."""
+
+SampleKind: TypeAlias = Literal["documents", "conversations", "megatron"]
+
+_RESHARDABLE: Final = "--dist-ckpt-optim-fully-reshardable"
+
+
+class _Saved(NamedTuple):
+    """Of a checkpoint: the arguments of the job that wrote it, and how it keeps a distributed optimizer's state."""
+
+    args: Any
+    sharding: str | None
+
+
+def kind_of(args: Any, config: HotSPaConfig) -> SampleKind:
+    """What this job counts as samples."""
+    if config.samples == "megatron":
+        return "megatron"
+    return "conversations" if args.sft else "documents"
+
+
+def check(args: Any, config: HotSPaConfig) -> None:
+    """Raise ValueError, one line, where the job could not go on from the checkpoint that it is about to load.
+
+    Needs no process group. What only Megatron's own loading can tell (other formats, non-persistent checkpoints) passes.
+    """
+    saved = _saved(args)
+    if saved is not None:
+        first_sample(args, saved.args, config)
+        _check_layout(args, saved)
+
+
+def first_sample(args: Any, saved: Any, config: HotSPaConfig) -> int | None:
+    """The consumed samples to start at where a checkpoint's are not of this job's kind; None where they are.
+
+    ``saved``: the arguments that the checkpoint keeps. Raises ValueError where the file does not say.
+    """
+    consumed = getattr(saved, "consumed_train_samples", 0)
+    counted, kind = getattr(saved, MARK, "megatron"), kind_of(args, config)
+    if counted == kind or not consumed:
+        return None
+    if config.start_sample is None:
+        raise config_error(
+            config.path,
+            config.start_sample_line,
+            "start_sample",
+            f"the checkpoint in {args.load} has consumed {consumed} samples of the kind {counted}, and this job counts "
+            f"{kind}; write start_sample: N, the {kind} that count as consumed (iterations done times --global-batch-size "
+            "keeps schedules by iterations where they are), or give --finetune to begin anew",
+        )
+    batch = getattr(saved, "global_batch_size", args.global_batch_size)
+    if batch != args.global_batch_size and not (args.override_opt_param_scheduler or args.no_load_optim):
+        raise ValueError(
+            f"--global-batch-size {args.global_batch_size}: the checkpoint's schedule counts samples of the kind {counted}, "
+            f"{batch} per iteration; add --override-opt-param-scheduler, which takes this command line's"
+        )
+    return config.start_sample
+
+
+@contextlib.contextmanager
+def nothing_consumed(args: Any) -> Iterator[None]:
+    """Let a count of 0 stand while Megatron builds its iterators.
+
+    Behind the first iteration it takes 0 for a checkpoint without counts, and makes one up.
+    """
+    args.consumed_train_samples = 1
+    try:
+        yield
+    finally:
+        args.consumed_train_samples = 0
+
+
+def saved_for_one_layout(args: Any) -> str | None:
+    """A line for the job's start where its checkpoints will be of its own layout alone; None where they are not."""
+    if args.save is None or args.no_save_optim or not args.use_distributed_optimizer:
+        return None
+    if args.dist_ckpt_optim_fully_reshardable:
+        return None
+    return f"checkpoints can be loaded at another dp or cp; for another tp or pp, save with {_RESHARDABLE}"
+
+
+def _saved(args: Any) -> _Saved | None:
+    if args.load is None or args.finetune or args.non_persistent_ckpt_type is not None:
+        return None
+    from megatron.core import dist_checkpointing
+    from megatron.training import checkpointing
+
+    folder = checkpointing.get_load_checkpoint_path_by_args(args)
+    try:
+        if not dist_checkpointing.check_is_distributed_checkpoint(folder):
+            return None
+        with _silence():
+            common = dist_checkpointing.load_common_state_dict(folder)
+    # Whatever the bytes of a damaged file happen to mean; torch's own is not even an Exception.
+    except (Exception, CheckpointException) as error:
+        problem = one_line(f"{type(error).__name__}: {error}".splitlines()[-1])[:200]
+        raise ValueError(
+            f"--load: {folder} cannot be read ({problem}); name a whole checkpoint with --ckpt-step"
+        ) from error
+    if "args" not in common:
+        return None
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+    return _Saved(common["args"], metadata.get("distrib_optim_sharding_type"))
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """What torch says while it reads without a process group is of no use, and of a damaged file our own line is enough."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check_layout(args: Any, saved: _Saved) -> None:
+    """ValueError where Megatron would fail to load the optimizer's state, many groups later and naming another flag."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if args.no_load_optim or getattr(saved.args, "no_save_optim", False):
+        return
+    way_out = "or leave the state behind with --no-load-optim"
+    if args.use_distributed_optimizer and not getattr(saved.args, "use_distributed_optimizer", True):
+        raise ValueError(
+            f"--load {args.load}: its optimizer state was saved without --use-distributed-optimizer and is not the distributed "
+            f"optimizer's; remove the flag, {way_out}"
+        )
+    if saved.sharding is None or saved.sharding in DistributedOptimizer.checkpoint_fully_reshardable_formats:
+        return
+    was, now = _layout(saved.args), _layout(args)
+    if not args.use_distributed_optimizer:
+        raise ValueError(
+            f"--load {args.load}: its optimizer state is the distributed optimizer's; add --use-distributed-optimizer, {way_out}"
+        )
+    if was != now:
+        raise ValueError(
+            f"--load {args.load}: its optimizer state was saved at {was} without {_RESHARDABLE} and cannot be loaded at "
+            f"{now}; run at {was} with {_RESHARDABLE} until the next save, {way_out}"
+        )
+
+
+def _layout(args: Any) -> str:
+    """What decides which parameters a rank's flat buffers hold."""
+    said = f"tp{args.tensor_model_parallel_size} pp{args.pipeline_model_parallel_size}"
+    if virtual := getattr(args, "virtual_pipeline_model_parallel_size", None):
+        said += f" vpp{virtual}"
+    for name in compat.UNEVEN_PIPELINE_ARGUMENTS:
+        if value := getattr(args, name, None):
+            said += f" --{name.replace('_', '-')} {value}"
+    return said
