@@ -99,7 +99,10 @@ def _another_seed(args: Any) -> None:
 
 def _another_size(args: Any) -> None:
     """Megatron itself would hang over this: ranks make other groups."""
-    args.tensor_model_parallel_size = 1
+    for name in ("tensor_model_parallel_size", "tensor_parallel_num_weight_shards", "expert_tensor_parallel_size",
+                 "expert_tensor_parallel_num_weight_shards"):  # fmt: skip
+        if getattr(args, name, None):
+            setattr(args, name, 1)
 
 
 def _another_version(args: Any) -> None:

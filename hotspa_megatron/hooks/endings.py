@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hotspa_megatron.runtime.watchdog import Progress
 
@@ -27,8 +29,10 @@ _OF_A_PEER: Final = re.compile(
     r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Timed out waiting|Socket Timeout|NCCL error|"
     r"NCCL communicator was aborted|Application timeout caused pair closure"
 )
-_OF_A_FILE: Final = re.compile(r"PytorchStreamReader|central directory|unexpected pos|storage has wrong byte size")
-"""What torch says of files that are cut short or corrupt."""
+_OF_A_FILE: Final = re.compile(
+    r"PytorchStream(Reader|Writer)|central directory|unexpected pos|storage has wrong byte size|Worker failure.*OSError"
+)
+"""What torch says of files that are cut short or corrupt, and Megatron of a process that writes one."""
 
 
 @contextlib.contextmanager
@@ -68,7 +72,10 @@ def cause_in_files(error: BaseException) -> str | None:
     for where, each in _behind(error):
         if isinstance(each, OSError) and each.errno is not None:
             return f"{where}{each.strerror}{f' ({each.filename})' if each.filename else ''}"
-        if isinstance(each, (EOFError, pickle.UnpicklingError)) or _OF_A_FILE.search(str(each)):
+        if isinstance(each, CheckpointException):  # whose text is that of all it packs
+            if not each.failures:
+                return "another rank could not do its part"
+        elif isinstance(each, (EOFError, pickle.UnpicklingError)) or _OF_A_FILE.search(str(each)):
             return f"{where}{_first_line(each)}"
     return None
 
@@ -92,13 +99,17 @@ def _behind(error: BaseException) -> Iterator[tuple[str, BaseException]]:
         queue.append((where, each.__cause__))
 
 
-def last_saved(folder: str | None) -> str:
-    """Which checkpoint of a --save folder counts, for a message."""
+def state_of(folder: str) -> str:
+    """The room in a --save folder, and which of its checkpoints counts, for a message."""
     try:
-        number = int((Path(folder or "") / "latest_checkpointed_iteration.txt").read_text())
+        free = f"{shutil.disk_usage(folder).free >> 20:,} MiB are free there; "
+    except OSError:
+        free = ""
+    try:
+        number = int((Path(folder) / "latest_checkpointed_iteration.txt").read_text())
     except (OSError, ValueError):
-        return f"{folder} holds no whole one"
-    return f"the last whole one in {folder} is that of iteration {number}"
+        return f"{free}{folder} holds no whole one"
+    return f"{free}the last whole one in {folder} is that of iteration {number}"
 
 
 def _first_line(error: BaseException) -> str:
