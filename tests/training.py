@@ -235,11 +235,11 @@ def flag(config: str | None) -> tuple[str, ...]:
 
 
 @functools.cache
-def train(job: Job, *, grace: float = GRACE_SECONDS) -> Run:
-    """Run a job, once per test process; ``grace``: as ``run_ranks`` has it."""
+def train(job: Job, *, grace: float = GRACE_SECONDS, timeout: float = 240) -> Run:
+    """Run a job, once per test process; ``grace`` and ``timeout``: as ``run_ranks`` has them."""
     argv = [str(SCRIPT), *job.arguments, *flag(job.config)]
     ranks: list[Run] = run_ranks(
-        train_on_this_rank, job.ranks, job, argv, timeout=240, prepare=import_megatron, init_process_group=False,
+        train_on_this_rank, job.ranks, job, argv, timeout=timeout, prepare=import_megatron, init_process_group=False,
         grace=grace,
     )  # fmt: skip
     # Losses are known on the last pipeline stage, which the last rank is on in every layout.
