@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from hotspa_megatron import run_folder
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, Untested, load_config, resolve
-from hotspa_megatron.hooks import agreement, arguments, auto, compat, cpu, endings, get_batch
+from hotspa_megatron.hooks import agreement, arguments, auto, checkpoint, compat, cpu, endings, get_batch
 from hotspa_megatron.hooks.conversations import ConversationFile, conversations_from, counts_prompts, speaking_bytes
 from hotspa_megatron.hooks.costs import decide_costs, decide_estimator
 from hotspa_megatron.hooks.data import Step, StepBatch, StepLoader
