@@ -73,6 +73,29 @@ def _of(
 
 MUTANTS: Final = (
     *_of(
+        f"{RUNTIME}/watchdog.py",
+        ["tests/test_watchdog.py", "-k", "not lost"],
+        {
+            "a silent rank counts as beating": ("if beat is None or beat.beats == first.get(rank)", "if beat is None"),
+            "the rank that is furthest on is behind": ("earliest = min(", "earliest = max("),
+            "a stall is told again and again": ("        self._named = since\n", ""),
+            "ranks that get on ask for the others": (
+                "self._hear(store, since) if still >= self._seconds / 2 else None",
+                "self._hear(store, since)",
+            ),
+            "nobody looks where rank 0 is silent": ("elif still < self._seconds + patience:", "elif self._rank:"),
+        },
+    ),
+    *_of(
+        "hotspa_megatron/hooks/agreement.py",
+        ["tests/test_agreement.py", "-k", "named or compared"],
+        {
+            "rank 0 is always right": ("(counts[value], -values.index(value))", "-values.index(value)"),
+            "the end of a file does not count": ("size - _BLOCK_BYTES)", "size - 2 * _BLOCK_BYTES)"),
+            "what a rank lacks is no difference": ("if len(set(values)) == 1:", "if len({*values} - {_NOT_SET}) == 1:"),
+        },
+    ),
+    *_of(
         f"{PLANNING}/reshard_plan.py",
         ["tests/test_reshard_plan.py"],
         {

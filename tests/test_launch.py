@@ -191,8 +191,9 @@ def test_flags_that_cannot_be_honoured(more: tuple[str, ...], message: str, tmp_
         ("strategies: []\nstrategies: []", "strategies.*twice|duplicate|again"),
         ("strategies: [{max_length: 64, cp: 3}]", "world of 4 ranks.*cp 3"),
         ("strategies: [{max_length: 512}]", "512 is longer than --seq-length 256"),
+        ("strategies: []\nwatchdog_s: 600", "2: watchdog_s: 600 is not below --distributed-timeout-minutes, 600 s"),
     ],
-    ids=["unknown key", "octal", "duplicate keys", "world", "max_length"],
+    ids=["unknown key", "octal", "duplicate keys", "world", "max_length", "watchdog"],
 )
 def test_files_that_make_no_sense(config: str, message: str, tmp_path: Path) -> None:
     line = refused([str(SCRIPT), *arguments(tp=2, documents=tmp_path), *flag(config)], tmp_path)

@@ -1,0 +1,108 @@
+"""Which errors are another rank's, which are a file's, and which are nobody's but the code's."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hotspa_megatron.hooks import endings
+from hotspa_megatron.hooks.endings import INTERRUPTED, cause_in_files, peer_lost, state_of, told
+from hotspa_megatron.runtime.watchdog import Progress
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "a/b")
+GLOO = RuntimeError(
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"
+)
+WRITER = RuntimeError("Worker failure: An error is caught while starting worker 0, error: <class 'OSError'>")
+
+
+def _caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (FULL, "No space left on device (a/b)"),
+        (_caused(RuntimeError("cannot save"), FULL), "No space left on device (a/b)"),
+        (CheckpointException("write", {3: (FULL, None)}), "rank 3: No space left on device (a/b)"),  # type: ignore[dict-item]
+        (CheckpointException("write", {0: (WRITER, None)}), f"rank 0: {WRITER}"),  # type: ignore[dict-item]
+        (CheckpointException("write", {}), "another rank could not do its part"),
+        (pickle.UnpicklingError("pickle data was truncated"), "pickle data was truncated"),
+        (RuntimeError("PytorchStreamReader failed reading zip archive\nmore"), "PytorchStreamReader failed reading zip archive"),
+        (CheckpointException("write", {1: (KeyError("a"), None)}), None),  # type: ignore[dict-item]
+        (AssertionError("sizes differ"), None),
+        (KeyboardInterrupt(), None),
+        (GLOO, None),
+    ],
+)  # fmt: skip
+def test_what_a_file_has_to_do_with_it(error: BaseException, cause: str | None) -> None:
+    assert cause_in_files(error) == cause
+
+
+def test_a_shard_that_is_cut_short_is_a_files_fault(tmp_path: Path) -> None:
+    for keep in (10, 600):
+        torch.save(torch.zeros(1000), tmp_path / "shard")
+        with (tmp_path / "shard").open("r+b") as file:
+            file.truncate(keep)
+        with pytest.raises(Exception) as caught:
+            torch.load(tmp_path / "shard")
+        assert cause_in_files(caught.value) is not None
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (GLOO, True),
+        (dist.DistNetworkError("recv failed"), True),
+        (CheckpointException("read", {0: (GLOO, None)}), True),  # type: ignore[dict-item]
+        (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
+        (ValueError("gloo/transport"), False),
+        (FULL, False),
+    ],
+)
+def test_whether_another_rank_was_lost(error: BaseException, lost: bool) -> None:
+    assert (peer_lost(error) is not None) == lost
+
+
+def _ended(
+    error: BaseException, progress: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[BaseException, list[str], float]:
+    """What a job that fails with ``error`` ends with, what it says, and how long it waits before."""
+    said: list[str] = []
+    waited: list[float] = [0.0]
+    monkeypatch.setattr(endings.time, "sleep", waited.append)
+    with pytest.raises(type(error) if not isinstance(error, KeyboardInterrupt) else BaseException) as caught, \
+            told(lambda: progress, said.append):  # fmt: skip
+        raise error
+    return caught.value, said, sum(waited)
+
+
+def test_a_lost_rank_and_an_interrupt_are_said_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = Progress()
+    progress.step(3)
+    error, said, waited = _ended(GLOO, progress, monkeypatch)
+    assert error is GLOO and waited > 1 and said[0].startswith("lost another rank at step 3, planning: [/pytorch")
+    end, said, _ = _ended(KeyboardInterrupt(), progress, monkeypatch)
+    assert isinstance(end, SystemExit) and end.code == INTERRUPTED and said == ["interrupted at step 3, planning"]
+
+
+def test_other_errors_and_other_jobs_pass_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for error, progress in ((ValueError("x"), Progress()), (GLOO, None), (KeyboardInterrupt(), None)):
+        ended, said, waited = _ended(error, progress, monkeypatch)
+        assert ended is error and said == [] and waited == 0.0
+
+
+def test_the_last_whole_checkpoint_and_the_room_are_said(tmp_path: Path) -> None:
+    assert state_of(str(tmp_path / "none")).endswith("none holds no whole one")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    text = state_of(str(tmp_path))
+    assert " MiB are free there; the last whole one in " in text and text.endswith("is that of iteration 7")
