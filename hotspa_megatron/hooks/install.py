@@ -371,9 +371,9 @@ def _resolved(args: Any) -> ResolvedConfig:
         arguments.check_megatron_samples(args)
     resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
     compat.check_interleaving(each.strategy for each in (*resolved.strategies, resolved.home))
+    _check_watchdog(config, args)
     check_data_files(args)
     _check_transport(config, args)
-    _check_watchdog(config, args)
     return resolved
 
 
