@@ -136,24 +136,6 @@ def _die_in_the_second_save() -> None:
     Patches().set(dist_checkpointing, "save", second_is_the_last)
 
 
-def _die_while_the_second_save_is_written() -> None:
-    """Rank 1, with its own process for writing under way beside the training: what it writes may be whole or not."""
-    import torch.distributed as dist
-    from megatron.training import async_utils, checkpointing
-
-    schedule, calls = checkpointing.schedule_async_save, 0
-
-    def second_is_the_last(request: Any) -> None:
-        nonlocal calls
-        calls += 1
-        async_utils.maybe_finalize_async_save(blocking=True)  # the first has become the last whole one
-        schedule(request)
-        if calls == 2 and dist.get_rank() == 1:
-            _die()
-
-    Patches().set(checkpointing, "schedule_async_save", second_is_the_last)
-
-
 def _die_between_two_segments() -> None:
     """Rank 1 of the third step, with a guest's gradients on their way and home's segment to come."""
     import torch.distributed as dist
@@ -173,31 +155,19 @@ def _die_between_two_segments() -> None:
     Patches().set(StepRunner, "_begin_fold", third_is_the_last)
 
 
-BESIDE = ("--async-save", "--async-strategy", "mcore")
-"""Checkpoints are written by other processes while the training goes on."""
-
-
 @pytest.mark.parametrize(
-    ("end", "more"),
-    [
-        (_die_in_the_second_save, ()),
-        (_die_while_the_second_save_is_written, BESIDE),
-        pytest.param(_die_in_the_second_save, BESIDE, marks=pytest.mark.long),
-        pytest.param(_die_between_two_segments, (), marks=pytest.mark.long),
-    ],
+    "end", [_die_in_the_second_save, pytest.param(_die_between_two_segments, marks=pytest.mark.long)]
 )
-def test_half_a_save_and_half_a_step_count_for_nothing(
-    tmp_path: Path, end: Callable[[], None], more: tuple[str, ...]
-) -> None:
+def test_half_a_save_and_half_a_step_count_for_nothing(tmp_path: Path, end: Callable[[], None]) -> None:
     home = Home(2, 1, 1, ())
     both = "strategies: [{max_length: 64, tp: 1}]"
-    save = ("--save", str(tmp_path), "--save-interval", "2", *more)
+    save = ("--save", str(tmp_path), "--save-interval", "2")
     unbroken = train(Job(line(home, iterations=5), both, ranks=2))
     assert all({segment.kind for segment in step.segments} == {"guest", "home"} for step in unbroken.steps)
     with pytest.raises(AssertionError, match="exit code -9"):
         train(Job(line(home, *save, iterations=5), both, ranks=2, before=end))
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
-    assert (tmp_path / "iter_0000004").exists() == (end is not _die_between_two_segments)
+    assert (tmp_path / "iter_0000004").exists() == (end is _die_in_the_second_save)
     resumed = train(Job(line(home, *save, "--load", str(tmp_path), iterations=5), both, ranks=2))
     assert resumed.iterations == unbroken.iterations[2:]
     assert resumed.steps == unbroken.steps[2:]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hotspa_megatron.config import Overlong
 from hotspa_megatron.hooks.data import StepBatch, StepLoader
@@ -17,8 +20,9 @@ from hotspa_megatron.hooks.samples import Corpus, Documents, Source
 from hotspa_megatron.planning.alignment import Alignment
 from hotspa_megatron.planning.step_plan import LengthGroup, StepPlan, StepPlanner
 from hotspa_megatron.strategy import Kind, Strategy
+from tests.spawn import run_ranks
 from tests.test_data_faults import refusal
-from tests.training import DP4, Job, arguments, corpus, lengths_for, train
+from tests.training import DP4, Job, arguments, corpus, import_megatron, lengths_for, train
 
 HANG_S = 30
 HOME = LengthGroup(
@@ -122,6 +126,31 @@ def test_a_loader_made_anew_goes_on_where_the_other_stopped(stop: int) -> None:
     assert documents_of(range(stop)) + documents_of(range(stop, 17)) == unbroken
     epochs = [[document for step in unbroken[first : first + 8] for document in step] for first in (0, 8)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(64)) and epochs[0] != epochs[1]
+
+
+def _read_again(rank: int, world_size: int) -> list[bool]:
+    """Whether Megatron reads what its iterator keeps of a step that a loader yielded: as it does, and as an object of ours."""
+    from megatron.core.rerun_state_machine import RerunDataIterator, RerunMode, get_rerun_state_machine
+
+    get_rerun_state_machine().set_mode(RerunMode.VALIDATE_RESULTS)
+    read = []
+    for yielded in (iter(loader_of(StepPlanner([HOME]))), iter([StepBatch(0, 4)])):
+        kept, file = RerunDataIterator(yielded), io.BytesIO()
+        next(kept)
+        torch.save(kept.state_dict(), file)
+        file.seek(0)
+        try:
+            other = RerunDataIterator(iter(()))
+            other.load_state_dict(torch.load(file, weights_only=True))  # as it reads checkpoints
+            other.rewind()
+            read.append(StepBatch(*next(other)) == StepBatch(0, 4))
+        except pickle.UnpicklingError:
+            read.append(False)
+    return read
+
+
+def test_megatron_reads_what_a_checkpoint_keeps_for_a_rerun_elsewhere() -> None:
+    assert run_ranks(_read_again, 1, prepare=import_megatron) == [[True, False]]
 
 
 def test_a_mini_batch_is_the_same_however_many_ranks_share_it() -> None:
