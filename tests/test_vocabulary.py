@@ -126,8 +126,8 @@ def _rows_of(mix: Mix, rank: int, world: int) -> dict[str, float]:
 
 @pytest.mark.long
 def test_a_checkpoint_of_stock_megatron_with_fewer_rows_is_taken_up(tmp_path: Path) -> None:
-    """121 rows on disk, 128 in the job: what stock Megatron makes of it is what a job under the flag makes of it."""
-    saved = _line("--make-vocab-size-divisible-by", "11", "--save", str(tmp_path), "--save-interval", "1", iterations=1)
+    """122 rows on disk, 128 in the job: a job under the flag makes of it what it makes of it under home alone."""
+    saved = _line("--make-vocab-size-divisible-by", "1", "--save", str(tmp_path), "--save-interval", "1", iterations=1)
     train(Job(saved, None, ranks=2, hooks=False))
     load = ("--load", str(tmp_path), "--finetune", "--no-load-optim", "--no-load-rng")
     run = functools.partial(_line, "--make-vocab-size-divisible-by", "64", *load, iterations=3)
@@ -144,4 +144,4 @@ def test_a_checkpoint_of_stock_megatron_with_fewer_rows_is_taken_up(tmp_path: Pa
 
 def _line(*more: str, iterations: int) -> tuple[str, ...]:
     flags: dict[str, Any] = {"tp": 2, "iterations": iterations, "batch": 8, "model": LLAMA}
-    return command_line(SP, SHARDED, *more, **flags)
+    return command_line(SHARDED, *more, **flags)
