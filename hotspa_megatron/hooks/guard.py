@@ -106,7 +106,8 @@ class Guard:
             for chunk in self._model:
                 chunk.zero_grad_buffer()
                 for parameter in chunk.parameters():
-                    parameter.grad = None  # where an optimizer without copies in single precision has left the last gradient
+                    # Megatron's plain optimizer in single precision has left the last gradient here, by reference.
+                    parameter.grad = None
             in_home = dataclasses.replace(step, plan=self._alone.planner.plan(step.plan.lengths))
             with _unnoticed(self._model):
                 _, record = self._alone.run(forward_step_func=forward_step_func, step=in_home, loader=loader)
