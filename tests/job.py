@@ -58,6 +58,7 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
     from hotspa_megatron.hooks import install
     from hotspa_megatron.hooks.model import builder_for
     from hotspa_megatron.hooks.parallel_state import _read_globals, _write_globals
+    from hotspa_megatron.hooks.session import current_session
 
     for destroy in (
         global_vars.destroy_global_vars,
@@ -82,7 +83,7 @@ def start(mix: Mix, world: int, dtype: torch.dtype) -> tuple[Any, list[Any], Any
     sys.argv = ["pretrain", *arguments_of(mix), "--hotspa-config", str(config)]
     args = _start_megatron()
     args.params_dtype, args.curr_iteration = dtype, 0
-    session = install.current_session()
+    session = current_session()
     assert session is not None and session.states is not None
     if RELEASE >= (0, 19):
         model_config = example.gpt_config_from_args(args)

@@ -276,7 +276,8 @@ def _environment() -> dict[str, str]:
 
 def test_every_name_that_is_replaced_is_listed() -> None:
     page = (REPOSITORY / "docs" / "megatron.md").read_text(encoding="utf-8")
-    code = (REPOSITORY / "hotspa_megatron" / "hooks" / "install.py").read_text(encoding="utf-8")
-    names = set(re.findall(r'_patches\.(?:wrap|set)\(\s*[\w.]+,\s*"(\w+)"', code))
+    hooks = REPOSITORY / "hotspa_megatron" / "hooks"
+    code = "".join((hooks / name).read_text(encoding="utf-8") for name in ("install.py", "startup.py"))
+    names = set(re.findall(r'\bpatches\.(?:wrap|set)\(\s*[\w.]+,\s*"(\w+)"', code))
     assert len(names) > 12
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", page)] == []

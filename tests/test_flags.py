@@ -149,7 +149,7 @@ def _checked(rank: int, world_size: int) -> list[str]:
     from megatron.core import package_info
     from megatron.training import arguments as megatron_arguments
 
-    from hotspa_megatron.hooks.install import _check_untested
+    from hotspa_megatron.hooks.startup import check_untested as _check_untested
 
     parser = megatron_arguments.add_megatron_arguments(_Parser(allow_abbrev=False))
     said, installed = [], package_info.__version__

@@ -248,15 +248,15 @@ def _fault(fault: str, rank: int, session: Any) -> Iterator[Callable[[Any], None
 
 
 def test_gradients_are_compared_only_where_one_more_pass_changes_nothing() -> None:
-    from hotspa_megatron.hooks.install import _why_ungraded
+    from hotspa_megatron.hooks.session import why_ungraded
 
     plain: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "fp8": None}
     several: Any = SimpleNamespace(strategies=(1,))
-    assert _why_ungraded(SimpleNamespace(**plain), several) is None
+    assert why_ungraded(SimpleNamespace(**plain), several) is None
     for changed, why in (
         ({"hidden_dropout": 0.1}, "dropout"),
         ({"attention_dropout": 0.1}, "dropout"),
         ({"fp8": "hybrid"}, "fp8"),
     ):
-        assert why in str(_why_ungraded(SimpleNamespace(**{**plain, **changed}), several))
-    assert "only strategy" in str(_why_ungraded(SimpleNamespace(**plain), SimpleNamespace(strategies=())))
+        assert why in str(why_ungraded(SimpleNamespace(**{**plain, **changed}), several))
+    assert "only strategy" in str(why_ungraded(SimpleNamespace(**plain), SimpleNamespace(strategies=())))

@@ -75,16 +75,16 @@ def test_copies_of_a_parameter_stay_the_same_bits_over_twenty_steps() -> None:
 
 
 def _another_opinion() -> None:
-    from hotspa_megatron.hooks import install
+    from hotspa_megatron.hooks import session
     from hotspa_megatron.planning.step_plan import StepCosts
 
-    decide = vars(install)["decide_costs"]
+    decide = vars(session)["decide_costs"]
 
     def other(*given: Any) -> Any:
         costs, source = decide(*given)
         return (StepCosts(times=costs.times), source) if dist.get_rank() == 2 else (costs, source)
 
-    Patches().set(install, "decide_costs", other)
+    Patches().set(session, "decide_costs", other)
 
 
 def test_a_rank_with_other_costs_plans_another_step_and_is_named() -> None:

@@ -283,7 +283,7 @@ def train_on_this_rank(rank: int, world_size: int, job: Job, argv: list[str]) ->
 
 def log_steps(log: Path) -> None:
     """Have rank 0 write the step log of this job to a file; for ``Job.before``."""
-    from hotspa_megatron.hooks.install import STEP_LOG_VARIABLE
+    from hotspa_megatron.hooks.session import STEP_LOG_VARIABLE
 
     os.environ[STEP_LOG_VARIABLE] = str(log)
 

@@ -292,7 +292,7 @@ def _configurations(users: UsersCommand, logs: Path) -> dict[str, Path | None]:
 
 def _measure(name: str, command: Sequence[str], logs: Path, *, steps: int, deadline: float) -> Measured:
     """Run the command and read what its ranks noted; ``RunFailed`` where it did not get through."""
-    from hotspa_megatron.hooks.install import STEP_LOG_VARIABLE
+    from hotspa_megatron.hooks.session import STEP_LOG_VARIABLE
 
     key = name.replace(" ", "-")
     folder, output, step_log = logs / key, logs / f"{key}.out", logs / f"{key}.jsonl"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hotspa_megatron.hooks import cpu, install
+from hotspa_megatron.hooks import cpu, install, startup
 from hotspa_megatron.hooks.forward_backward import StepRecord, StepRunner
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.planning import step_plan
@@ -131,7 +131,7 @@ def train(
     install.install()
     patches = Patches()
     if packed_attention:
-        install.replace_local_modules()
+        startup.replace_local_modules()
     if unpacked:
         patches.wrap(step_plan, "pack", _one_by_one)
     from megatron.training import training

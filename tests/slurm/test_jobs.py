@@ -48,7 +48,7 @@ def slurm() -> Iterator[Cluster]:
 
 def _log_steps(log: Path) -> None:
     """In a rank: have rank 0 write its step log there."""
-    from hotspa_megatron.hooks.install import STEP_LOG_VARIABLE
+    from hotspa_megatron.hooks.session import STEP_LOG_VARIABLE
 
     os.environ[STEP_LOG_VARIABLE] = str(log)
 

@@ -1,0 +1,93 @@
+"""What is asked and said when Megatron loads and saves: which kind of sample is counted, and why a file cannot be used.
+
+Each function here wraps one of Megatron's; ``install`` lists which. Decisions are those of ``checkpoint``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from hotspa_megatron.hooks import checkpoint, endings
+from hotspa_megatron.hooks.session import current_session, refuse, say
+
+
+def count_samples_of_this_job(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron asks this of a checkpoint's arguments before it takes the consumed samples from them."""
+
+    @functools.wraps(original)
+    def check_checkpoint_args(saved: Any, *rest: Any, **options: Any) -> Any:
+        result = original(saved, *rest, **options)
+        session = current_session()
+        if session is None:
+            return result
+        config = session.resolved.config
+        try:
+            session.first_sample = checkpoint.first_sample(session.args, saved, config)
+        except ValueError as error:  # in a checkpoint that could not be looked at before
+            refuse(error)
+        kind = checkpoint.kind_of(session.args, config)
+        if session.first_sample is not None:
+            say(f"start_sample: {kind} are counted from {session.first_sample} on, by schedules too")
+            saved.consumed_train_samples, saved.skipped_train_samples = session.first_sample, 0
+        elif config.start_sample is not None:
+            say(f"start_sample: has no effect, as the checkpoint counts {kind} already")
+        return result
+
+    return check_checkpoint_args
+
+
+def move_schedule_with_the_count(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **options: Any) -> Any:
+        result = original(*positional, **options)
+        session = current_session()
+        first = None if session is None else session.first_sample
+        scheduler = signature.bind(*positional, **options).arguments["opt_param_scheduler"]
+        if first is not None and scheduler is not None and scheduler.num_steps:  # 0 where it was not loaded
+            scheduler.num_steps = first
+            scheduler.step(0)
+        return result
+
+    return load_checkpoint
+
+
+def say_why_not_saved(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, *positional: Any, **options: Any) -> Any:
+        session = current_session()
+        if session is None:
+            return original(iteration, *positional, **options)
+        session.progress.at("save", f"of iteration {iteration}")
+        try:
+            result = original(iteration, *positional, **options)
+        except BaseException as error:  # torch's own for checkpoints is no Exception
+            cause = endings.cause_in_files(error)
+            if cause is None:
+                raise
+            problem = f"the checkpoint of iteration {iteration} cannot be saved: {cause}"
+            refuse(OSError(f"{problem}; {endings.state_of(session.args.save)}"), code=1)
+        session.progress.at("after the save")
+        return result
+
+    return save_checkpoint
+
+
+def say_why_not_loaded(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **options: Any) -> Any:
+        try:
+            return original(*positional, **options)
+        except BaseException as error:
+            session = current_session()
+            cause = endings.cause_in_files(error)
+            if session is None or cause is None:
+                raise
+            problem = f"the checkpoint in {session.args.load} cannot be loaded: {cause}"
+            refuse(OSError(f"{problem}; restore it, or name an earlier one with --ckpt-step"), code=1)
+
+    return load_checkpoint
