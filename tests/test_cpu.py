@@ -11,6 +11,8 @@ import torch
 from hotspa_megatron.hooks import cpu
 from hotspa_megatron.hooks.forward_backward import count_work
 from hotspa_megatron.strategy import Strategy
+from tests.spawn import run_ranks
+from tests.training import import_megatron
 
 
 def test_the_stand_in_refuses_to_hide_a_visible_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +40,18 @@ def test_the_throughput_line_counts_every_sequence_once(
     assert len(counted) == home.world_size
     seen = [n for boundaries in counted for n in (boundaries[1:] - boundaries[:-1]).tolist() if n]
     assert sorted(seen) == sorted(lengths * home.replica_size)
+
+
+def test_what_a_checkpoints_writer_is_given_is_a_copy() -> None:
+    """It writes while the next steps change what is saved; from a GPU it has copied it by then."""
+    assert run_ranks(_preload, 1, prepare=import_megatron, init_process_group=False) == [([1.0, 1.0], [2.0, 2.0])]
+
+
+def _preload(rank: int, world_size: int) -> tuple[list[float], list[float]]:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    saved = torch.ones(2)
+    buckets: Any = [("file", "key", ([], [("item", saved)]))]
+    ((_, _, (_, ((_, copy),))),) = FileSystemWriterAsync.preload_tensors(buckets)
+    saved += 1
+    return copy.tolist(), saved.tolist()

@@ -246,17 +246,3 @@ def test_other_optimizers_and_counts_train_as_the_static_run_does() -> None:
     mixed, static = (train(Job((*line, *counts), config, ranks=2)) for config in (GUEST, STATIC))
     assert [each.consumed_samples for each in mixed.iterations] == [8, 16, 24, 32]
     assert_alike(mixed, static)
-
-
-def test_checkpoints_written_beside_the_training_go_on_bit_for_bit(tmp_path: Path) -> None:
-    save = f"""
-        --save {tmp_path} --save-interval 2 --async-save --async-strategy mcore --no-ckpt-fully-parallel-save
-        --ckpt-assume-constant-structure --log-progress
-    """.split()
-    home = Home(2, 1, 1, (SP,))
-    whole = run(home, GUEST, *save, iterations=6)
-    line = arguments(SP, tp=2, batch=8, iterations=6)
-    resume = f"--load {tmp_path} --ckpt-step 4 --ckpt-fully-parallel-load --use-checkpoint-args".split()
-    rest = train(Job((*line, *resume), GUEST, ranks=2))
-    assert [each.number for each in rest.iterations] == [5, 6]
-    assert rest.losses == whole.losses[4:] and rest.parameters == whole.parameters

@@ -24,6 +24,7 @@ from tests.test_merging import AUTO
 from tests.training import (
     GUEST_AND_SIBLING,
     PIPELINED_GUEST,
+    SCRIPT,
     SP,
     STATIC,
     TWO_GUESTS,
@@ -33,9 +34,11 @@ from tests.training import (
     StepSeen,
     arguments,
     corpus,
+    flag,
     log_steps,
     skewed_lengths,
     train,
+    under_torchrun,
 )
 
 # Without a sharded optimizer: stock Megatron does not restore that one on CPU.
@@ -174,6 +177,56 @@ def test_half_a_save_and_half_a_step_count_for_nothing(tmp_path: Path, end: Call
     assert resumed.parameters == unbroken.parameters
 
 
+DIES_WHILE_IT_WRITES = """
+    import os
+    import signal
+    from megatron.training import checkpointing
+    schedule, calls = checkpointing.schedule_async_save, 0
+
+    def second_is_the_last(request):
+        global calls
+        calls += 1
+        schedule(request)
+        if calls == 2 and os.environ["RANK"] == "1":
+            os.killpg(0, signal.SIGKILL)  # the writer as well, as when a node goes down
+
+    checkpointing.schedule_async_save = second_is_the_last
+"""
+
+
+@pytest.mark.parametrize(
+    "dies", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ends well", "dies in a save"]
+)
+def test_what_is_written_beside_the_training_is_a_whole_checkpoint_or_none(tmp_path: Path, dies: bool) -> None:
+    """--async-save as people run it: each rank's writer is a process that finds what it needs by the script's name."""
+    home, both, folder = Home(2, 1, 1, ()), "strategies: [{max_length: 64, tp: 1}]", tmp_path / "saved"
+    save = f"""
+        --save {folder} --save-interval 2 --async-save --async-strategy mcore --use-persistent-ckpt-worker
+        --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --log-progress
+    """.split()
+    begins = 'if __name__ == "__main__":\n'
+    head, main = SCRIPT.read_text().split(begins)
+    script = tmp_path / "pretrain.py"
+    script.write_text(f"{head}{begins}{DIES_WHILE_IT_WRITES if dies else ''}{main}")
+    code, output, errors = under_torchrun(tmp_path / "logs", script, *line(home, *save, iterations=6), *flag(both))
+    assert (code != 0) == dies, errors
+    assert "scheduled an async checkpoint save at iteration       4" in output[0] or dies
+    last = int((folder / "latest_checkpointed_iteration.txt").read_text())
+    assert last in ((2, 4) if dies else (6,))
+    go_on = (
+        "--load",
+        str(folder),
+        "--ckpt-step",
+        str(min(last, 4)),
+        "--ckpt-fully-parallel-load",
+        "--use-checkpoint-args",
+    )
+    resumed = train(Job(line(home, *go_on, iterations=6), both, ranks=2))
+    unbroken = train(Job(line(home, iterations=6), both, ranks=2))
+    assert resumed.iterations == unbroken.iterations[min(last, 4) :]
+    assert resumed.parameters == unbroken.parameters
+
+
 # ------------------------------------------------------------------------------------------------- in another layout
 
 
@@ -215,8 +268,8 @@ def _counted_in_samples(*more: str, total: int, ranks: int = 2, config: str = GU
     text = list(
         line(Home(1, 1, 1, ()), "--split", "100,0,0", "--data-path", "0.3", str(one), "0.7", str(other), *more, batch=8)
     )
-    for flag in ("--train-iters", "--lr-decay-iters"):
-        del text[text.index(flag) : text.index(flag) + 2]
+    for name in ("--train-iters", "--lr-decay-iters"):
+        del text[text.index(name) : text.index(name) + 2]
     counts = ("--train-samples", str(total), "--lr-decay-samples", "320")
     return Job((*text, *counts), config, ranks=ranks)
 

@@ -73,6 +73,7 @@ def install() -> None:
     _patches.set(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     _keep_megatron_helpers_compiled()
     _let_torch_optimizers_be_loaded()
+    _copy_what_is_written_meanwhile()
     # Megatron warns that the CPU generator moved under the CUDA one: here they are the same.
     logger = logging.getLogger("megatron.core.tensor_parallel.random")
     logger.addFilter(_not_about_generators)
@@ -381,6 +382,29 @@ def _let_torch_optimizers_be_loaded() -> None:
     optimizer = distrib_optimizer.DistributedOptimizer
     _patches.wrap(optimizer, "state_dict", beginning)
     _patches.wrap(optimizer, "_set_main_param_and_optimizer_states", keeping_the_step)
+
+
+def _copy_what_is_written_meanwhile() -> None:
+    """With --async-save, Megatron's writer copies what is saved from the GPU and then lets the training go on.
+
+    What lies on the CPU it would not copy, and write as the next steps leave it.
+    """
+    with quiet_imports():
+        from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    def copying(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def preload_tensors(write_buckets: Any, *rest: Any, **options: Any) -> Any:
+            copied = [
+                (file, key, (texts, [(item, tensor.clone()) for item, tensor in tensors]))
+                for file, key, (texts, tensors) in write_buckets
+            ]
+            return original(copied, *rest, **options)
+
+        return preload_tensors
+
+    name = "preload_tensors"
+    _patches.set(FileSystemWriterAsync, name, staticmethod(copying(getattr(FileSystemWriterAsync, name))))
 
 
 @contextlib.contextmanager
