@@ -30,6 +30,7 @@ def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_six_pairs_move_the_least_bytes_in_one_message_per_pair_of_ranks() -> None:
     done = _command("--ranks", "4", "--sizes", "12", "--json")
     assert done.returncode == 0, done.stderr

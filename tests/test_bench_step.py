@@ -118,6 +118,7 @@ def test_bad_input_is_one_line(
     assert problem in said and said.count("\n") == 1
 
 
+@pytest.mark.long
 def test_under_torchrun_all_ranks_find_the_same_data() -> None:
     case = (
         "--only",

@@ -92,6 +92,7 @@ def test_resuming_continues_the_unbroken_run_bit_for_bit(name: str) -> None:
     assert resumed.loaded != whole.loaded != whole.parameters  # three different states, so the hashes say something
 
 
+@pytest.mark.long
 def test_resuming_draws_the_same_random_numbers() -> None:
     """With dropout: the numbers of every segment are a function of the step alone."""
     dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")
@@ -242,7 +243,7 @@ def any_layouts() -> Run:
 @pytest.mark.parametrize(
     ("home", "config", "ranks"),
     [
-        (Home(1, 1, 1, (SHARDED,)), GUEST, 2),
+        pytest.param(Home(1, 1, 1, (SHARDED,)), GUEST, 2, marks=pytest.mark.long),
         (Home(1, 1, 2, (SHARDED,)), STATIC, 2),
         pytest.param(Home(1, 1, 1, (SHARDED,)), PIPELINED_GUEST, 4, marks=pytest.mark.long),
         pytest.param(TP2_CP2, GUEST_AND_SIBLING, 4, marks=pytest.mark.long),
@@ -271,7 +272,8 @@ TIED = ("--group-query-attention", "--num-query-groups", "2", "--swiglu", "--dis
         "--normalization", "RMSNorm", "--position-embedding-type", "rope")  # fmt: skip
 
 
-@pytest.mark.parametrize("chain", [(2, 3), pytest.param((2, 3, 4, 1), marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("chain", [(2, 3), (2, 3, 4, 1)])
 def test_a_sharded_optimizers_state_is_the_same_at_any_dp(chain: tuple[int, ...], tmp_path: Path) -> None:
     """As Megatron saves it by default: by places in flat buffers, whose padding depends on dp."""
 

@@ -324,7 +324,8 @@ def test_a_full_disk_ends_all_ranks_with_one_line_and_the_checkpoint_before_stay
         subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("what", ["cut", pytest.param("gone", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["cut", "gone"])
 def test_a_shard_that_one_rank_cannot_read_is_one_line_and_ends_all(tmp_path: Path, what: str) -> None:
     pair("--save", str(tmp_path), "--save-interval", "2")
     shard = max((tmp_path / "iter_0000004").glob("__1_*.distcp"))

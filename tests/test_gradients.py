@@ -119,6 +119,7 @@ def test_virtual_stages_are_refused_where_they_are_not_exact() -> None:
         run_ranks(_gradient_errors, 4, (INTERLEAVED[1],), "float64", timeout=120)
 
 
+@pytest.mark.long
 def test_gradients_with_every_way_to_switch_equal_the_reference() -> None:
     for result in run_ranks(_gradient_errors, 4, SWITCHED, "float64", timeout=280)[0]:
         _within(result, 1e-9)

@@ -153,7 +153,8 @@ def ends_with(config: str, steps: Spoiled, folder: Path, *, times: int = 10**9) 
     return int(code), sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("length", [GUEST, *(pytest.param(each, marks=pytest.mark.long) for each in (SIBLING, HOME))])
+@pytest.mark.long
+@pytest.mark.parametrize("length", [GUEST, SIBLING, HOME])
 def test_what_stays_nan_ends_the_job_with_a_checkpoint_of_the_step_before(length: int, tmp_path: Path) -> None:
     """Megatron runs the step again, finds the same, saves and exits, for a person to look at the device."""
     spoiled = [(3, length, NAN)]

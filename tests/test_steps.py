@@ -32,7 +32,11 @@ def test_timers_that_wait_for_every_rank_do_not_wait_for_idle_replicas() -> None
     assert mixed.losses[4] > 0
 
 
-@pytest.mark.parametrize(("home", "config"), [(DP4, ONE_GUEST), (TP2_CP2, GUEST_AND_SIBLING)], ids=["dp4", "tp2-cp2"])
+@pytest.mark.parametrize(
+    ("home", "config"),
+    [pytest.param(DP4, ONE_GUEST, marks=pytest.mark.long), (TP2_CP2, GUEST_AND_SIBLING)],
+    ids=["dp4", "tp2-cp2"],
+)
 def test_dropout_is_the_same_after_a_resume(home: Any, config: str, tmp_path: Path) -> None:
     """Replicas draw unequally often in a step, and a checkpoint keeps the generators of the first one only."""
     dropout = ("--hidden-dropout", "0.1", "--attention-dropout", "0.1")

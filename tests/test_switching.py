@@ -47,6 +47,7 @@ def _job(rank: int, world: int) -> tuple[Any, Any, Any, Any]:
     return session, model, run, step
 
 
+@pytest.mark.long
 def test_two_hundred_switches_leave_groups_threads_descriptors_and_memory_as_they_were() -> None:
     for before, after, leaked, ended, switches, resident in run_ranks(_switch_often, 4, timeout=200):
         assert switches == 200

@@ -88,7 +88,7 @@ def static_layouts() -> list[Run]:
         pytest.param(
             CP2_PP2_VIRTUAL, RECOMPUTING_AND_INTERLEAVED,
             {("tp1-cp1-pp2-dp2-vpp2", "sibling"), ("tp2-cp1-pp2-dp1-vpp2", "guest"), ("tp1-cp2-pp2-dp1-vpp2", "home")},
-            marks=pytest.mark.skipif(RELEASE < (0, 18), reason="vpp is refused"),
+            marks=[pytest.mark.long, pytest.mark.skipif(RELEASE < (0, 18), reason="vpp is refused")],
         ),
     ],
     ids=["guest and sibling", "two guests", "pipelined guest", "recomputing and interleaved"],
@@ -206,7 +206,7 @@ VARYING = (
     ("home", "config", "steps"),
     [
         (TP2_CP2, GUEST_AND_SIBLING, (*VARYING[2:], *VARYING[:2])),
-        (DP4, PIPELINED_GUEST, VARYING),
+        pytest.param(DP4, PIPELINED_GUEST, VARYING, marks=pytest.mark.long),
         # Home's own layout again with another budget: a sibling under pipeline parallelism.
         (Home(1, 1, 2, (SHARDED,)), "strategies: [{max_length: 32, tp: 2}, {max_length: 128, pp: 2}]", VARYING),
     ],
