@@ -116,7 +116,7 @@ def _differing(names: Sequence[Name]) -> list[str]:
 
 
 def _is_megatrons(value: Any) -> bool:
-    code = getattr(value, "__code__", None)
+    code = getattr(getattr(value, "__func__", value), "__code__", None)  # a static method has its function inside
     return code is not None and "megatron" in Path(code.co_filename).parts
 
 
