@@ -53,7 +53,11 @@ _STRATEGY_KEYS: Final = (
     "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
 )  # fmt: skip
 _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute_layers")
-_HOME_KEYS: Final = ("tokens_per_microbatch",)
+_HOME_AXES: Final = ("tp", "cp", "pp")
+_HOME_FLAGS: Final = {
+    "tp": "--tensor-model-parallel-size", "cp": "--context-parallel-size", "pp": "--pipeline-model-parallel-size"
+}  # fmt: skip
+_HOME_KEYS: Final = (*_HOME_AXES, "tokens_per_microbatch")
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
 _TOP_REFUSED: Final[dict[str, str]] = {}
@@ -133,6 +137,8 @@ class HotSPaConfig:
     path: Path = field(compare=False)
     strategies: tuple[StrategyConfig, ...]
     home_tokens_per_microbatch: int | None = None
+    home_sizes: tuple[tuple[str, int], ...] = ()
+    """Axes and sizes of the home that the file was made for; the command line's have to be the same."""
     samples: Samples = "documents"
     overlong: Overlong = "split"
     mock_lengths: str | None = None
@@ -157,6 +163,7 @@ class HotSPaConfig:
     """None where the file leaves ``watchdog_s`` out."""
     start_sample_line: int = field(default=1, compare=False)
     home_line: int = field(default=1, compare=False)
+    home_sizes_line: int = field(default=1, compare=False)
     overlong_line: int | None = field(default=None, compare=False)
     """None where the file leaves ``overlong`` out."""
 
@@ -196,6 +203,7 @@ class HotSPaConfig:
                 for entry in self.strategies
             ],
             "home_tokens_per_microbatch": self.home_tokens_per_microbatch,
+            "home_sizes": self.home_sizes,
             "samples": self.samples,
             "overlong": self.overlong,
             "mock_lengths": self.mock_lengths,
@@ -266,6 +274,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         path=path,
         strategies=_strategies(top["strategies"]),
         home_tokens_per_microbatch=None if budget is None else budget.integer(),
+        home_sizes=tuple((axis, home[axis].integer()) for axis in _HOME_AXES if axis in home),
         samples=_samples(top["samples"]) if "samples" in top else "documents",
         overlong=_overlong(top["overlong"]) if "overlong" in top else "split",
         mock_lengths=_mock_lengths(top["mock_lengths"]) if "mock_lengths" in top else None,
@@ -281,12 +290,14 @@ def load_config(path: str | Path) -> HotSPaConfig:
         start_sample_line=top["start_sample"].line if "start_sample" in top else 1,
         watchdog_line=top["watchdog_s"].line if "watchdog_s" in top else None,
         home_line=document.line if budget is None else budget.line,
+        home_sizes_line=top["home"].line if "home" in top else document.line,
         overlong_line=top["overlong"].line if "overlong" in top else None,
     )
 
 
 def resolve(config: HotSPaConfig, *, shape: ModelShape, home: Strategy) -> ResolvedConfig:
     """Check a file against the model and the world that home fills; ``ConfigError`` where they do not fit."""
+    _check_home_sizes(config, home)
     every_tp = [home.tp, *(entry.tp for entry in config.strategies)]
     strategies = []
     for index, entry in enumerate(config.strategies):
@@ -518,6 +529,20 @@ def _resolve_home(config: HotSPaConfig, shape: ModelShape, home: Strategy, every
         layers=layers,
         alignment=alignment,
     )
+
+
+def _check_home_sizes(config: HotSPaConfig, home: Strategy) -> None:
+    """Under another home siblings become guests, budgets are too large, and memory is not what the plan said."""
+    for axis, size in config.home_sizes:
+        if size != getattr(home, axis):
+            flags = " ".join(f"{_HOME_FLAGS[each]} {sizes}" for each, sizes in config.home_sizes)
+            raise config_error(
+                config.path,
+                config.home_sizes_line,
+                f"home.{axis}",
+                f"the file was made for a home of {axis} {size}, but the command line's is {home}; give Megatron {flags}, "
+                "or have the file made anew for this home (hotspa plan --keep-home)",
+            )
 
 
 def _layers(shape: ModelShape, strategy: Strategy, home: Strategy) -> tuple[range, ...]:

@@ -163,11 +163,11 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
     "typo": ("strategys: []\n", 1, "strategys", "did you mean strategies?"),
     "nothing near": ("strategies: []\nzzz: 1\n", 2, "zzz", "valid keys: strategies, home, samples, overlong,"),
     "dp": (one_entry("dp: 2"), 3, "strategies[0].dp", "follows from the world"),
-    "home's tp": (
-        "strategies: []\nhome: {tp: 2}\n",
+    "home's vpp": (
+        "strategies: []\nhome: {vpp: 2}\n",
         2,
-        "home.tp",
-        "unknown key 'tp'; valid keys: tokens_per_microbatch",
+        "home.vpp",
+        "unknown key 'vpp'; did you mean pp?",
     ),
     "duplicate": (one_entry("tp: 1\n    tp: 2"), 4, "strategies[0].tp", "stands twice, first in line 3"),
     "duplicate top key": ("strategies: []\nstrategies: []\n", 2, "strategies", "stands twice, first in line 1"),
@@ -598,3 +598,19 @@ def test_legal_tps_are_what_the_rules_allow(
             and (hidden % tp == 0 or not sequence_parallel)
         )
         assert (tp in legal) == fits == (tp_problem(shape, tp) is None)
+
+
+def test_a_file_made_for_another_home_is_refused_with_the_flags_to_give(tmp_path: Path) -> None:
+    """Under another home its siblings would be guests, and its budgets more than fits."""
+    plain = load_config(write(tmp_path, "strategies: []\n")).digest()
+    path = write(tmp_path, "strategies: []\nhome: {tp: 1, cp: 8, pp: 1}\n")
+    made_for = Strategy.from_world(8, tp=1, cp=8, pp=1)
+    assert resolve(load_config(path), shape=SHAPE, home=made_for).home.strategy == made_for
+    with pytest.raises(ConfigError) as caught:
+        resolve(load_config(path), shape=SHAPE, home=Strategy.from_world(8, tp=1, cp=4, pp=1))
+    said = str(caught.value)
+    assert said.startswith(
+        f"{path}:2: home.cp: the file was made for a home of cp 8, but the command line's is tp1-cp4-pp1-dp2"
+    )
+    assert "--tensor-model-parallel-size 1 --context-parallel-size 8 --pipeline-model-parallel-size 1" in said
+    assert load_config(path).digest() != plain

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.described_run import check_flags
 from hotspa_megatron.cli.megatron_args import read_command_line
+from hotspa_megatron.hooks.flags import conflicts
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -239,6 +240,8 @@ def _flags(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator
         )
         return
     yield Finding(what="Megatron's flags", found=f"home {line.home}")
+    for row in conflicts(arguments):
+        yield Finding(what="Megatron's flags", found=row.line, state="problem", fix="a job with it would not start")
     given = {argument.split("=", 1)[0] for argument in arguments}
     if "--sequence-parallel" in given and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") not in ("1", None):
         yield Finding(

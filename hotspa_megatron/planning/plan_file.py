@@ -42,10 +42,14 @@ def as_yaml(planned: PlannedRun, *, num_layers: int, selective: bool, head: Sequ
             *([] if again.layers is None else [f"    recompute_layers: {again.layers}"]),
             f"    tokens_per_microbatch: {choice.tokens_per_microbatch}",
         ]
-    lines.append(
-        f"home: {{tokens_per_microbatch: {planned.home.tokens_per_microbatch}}}  # {planned.home.execution}, "
-        f"{_memory(planned.held[-1])}"
-    )
+    home = planned.home.execution.strategy
+    lines += [
+        f"home:  # the command line's own sizes: {planned.home.execution}, {_memory(planned.held[-1])}",
+        f"  tp: {home.tp}",
+        f"  cp: {home.cp}",
+        f"  pp: {home.pp}",
+        f"  tokens_per_microbatch: {planned.home.tokens_per_microbatch}",
+    ]
     return "\n".join(lines) + "\n"
 
 
