@@ -309,3 +309,35 @@ def test_tables_that_make_no_sense_are_one_line(
     error = capsys.readouterr().err
     assert (code, path.exists()) == ((2, False) if says else (0, True)), error
     assert says in error and error.count("\n") == (1 if says else 0)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "case $1 in\n70b) TP=8 ;;\nesac",
+        "[ $N -gt 1 ] || TP=8",
+        "(( N )) && TP=8",
+        "if [ $N -gt 1 ]; then TP=8\nfi",
+        "if [ $N -gt 1 ]\nthen TP=8\nfi",
+        "export PP=8 TP=4",
+        "for TP in 1 2; do\n:\ndone",
+        "read TP",
+        "unset TP",
+        "declare PP=1 TP=8",
+        "let TP=8",
+    ],
+)
+def test_a_value_that_may_have_changed_is_not_taken_for_the_old_one(lines: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    start = "torchrun pretrain_gpt.py --tensor-model-parallel-size $TP\n"
+    script.write_text(f"TP=1\n{lines}\n{start}")
+    with pytest.raises(ValueError, match=r"\$TP depends on a condition that is not evaluated"):
+        arguments_of_script(script)
+    script.write_text(f"{lines}\nTP=1\n{start}")
+    assert arguments_of_script(script) == ["--tensor-model-parallel-size", "1"]
+
+
+def test_a_line_that_ends_with_an_operator_goes_on(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text('TP=1\n[ "$TP" = 1 ] &&\n    TP=2\ntorchrun pretrain_gpt.py --tensor-model-parallel-size $TP\n')
+    assert arguments_of_script(script) == ["--tensor-model-parallel-size", "2"]

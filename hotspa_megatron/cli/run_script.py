@@ -22,6 +22,10 @@ _KEYWORD: Final = re.compile(r"(if|elif|else|fi|for|while|until|case|do|done|esa
 _COMPARISON: Final = re.compile(r"\[{1,2}\s+(.*?)\s+\]{1,2}", re.DOTALL)
 _GUARDED: Final = re.compile(r"(\[{1,2} .*? \]{1,2})\s*&&\s*(.*)", re.DOTALL)
 _ONE_LINE: Final = re.compile(r"if\s+(.*?);\s*then\s+(.*?);?\s*fi", re.DOTALL)
+_SET_SOMEWHERE: Final = re.compile(r"(?:^|[\s;&|({])([A-Za-z_]\w*)\+?=")
+_SETS_NAMES: Final = re.compile(
+    r"(?:^|[\s;&|({])(?:read|unset|declare|typeset|local|let|mapfile|readarray|for)\s+([^;&|]*)"
+)
 _OTHER_COMMANDS: Final = ("echo", "printf", "cat", "ls", "cp", "cd", "mkdir", "set", "source", ".", "module")
 # What stands in the place of a value that is not known.
 _OF_A_CONDITION: Final = "$?"
@@ -56,13 +60,23 @@ def arguments_of_script(path: str | Path) -> list[str]:
                 values[name] = before if before in _UNKNOWN else [*before, *words]
             else:  # an error where an argument needs it
                 values[name] = [_OF_A_COMMAND if certain else _OF_A_CONDITION]
+                values.update((other, [_OF_A_CONDITION]) for other in _touched(f" {right}"))
             continue
+        values.update((name, [_OF_A_CONDITION]) for name in _touched(line))
         started = _started(line, values, where)
         if started is not None:
             found = started
     if found is None:
         raise ValueError(f"--from-script: {path}: starts no Python file; give Megatron's arguments behind -- instead")
     return found
+
+
+def _touched(line: str) -> set[str]:
+    """Variables that a command may change, other than by a plain assignment: behind a condition, in a loop, several at once."""
+    named = {match[1] for match in _SET_SOMEWHERE.finditer(line)}
+    for match in _SETS_NAMES.finditer(line):
+        named.update(re.findall(r"(?<![-\w$])[A-Za-z_]\w*", match[1]))
+    return named
 
 
 def _followed(text: str, values: Values) -> Iterator[tuple[int, str, bool]]:
@@ -75,6 +89,8 @@ def _followed(text: str, values: Values) -> Iterator[tuple[int, str, bool]]:
     loops = 0
     for number, line in _commands(text):
         keyword = _KEYWORD.fullmatch(line)
+        if keyword is not None and (behind := _behind(*keyword.groups())):
+            yield number, behind, False
         if keyword is None:
             guarded = _GUARDED.fullmatch(line)
             guard = True if guarded is None else _holds(guarded[1], values)
@@ -95,8 +111,17 @@ def _followed(text: str, values: Values) -> Iterator[tuple[int, str, bool]]:
             branches.pop()
         elif word in ("for", "while", "until", "case"):
             loops += not re.search(r"\b(done|esac)$", rest)
+            values.update((name, [_OF_A_CONDITION]) for name in _touched(line))
         elif word in ("done", "esac"):
             loops -= 1
+
+
+def _behind(word: str, rest: str) -> str:
+    """The command that stands on the line of a keyword, whose own line it should have."""
+    if word in ("if", "elif", "while", "until"):
+        _, _, rest = re.sub(r"\s*;\s*(then|do)\b", "\0", rest).partition("\0")
+        return rest.strip()
+    return rest.strip() if word in ("then", "else", "do") else ""
 
 
 def _either(one: bool | None, other: bool | None) -> bool | None:
@@ -171,7 +196,7 @@ def _commands(text: str) -> list[tuple[int, str]]:
             continue
         if not pending:
             start = number
-        continued = stripped.endswith("\\")
+        continued = stripped.endswith(("\\", "&&", "||", "|"))
         pending += (" " if pending else "") + stripped.removesuffix("\\").strip()
         array = _ASSIGNMENT.match(pending)
         depth = 1 if array is not None and array[3].startswith("(") and not pending.endswith(")") else 0

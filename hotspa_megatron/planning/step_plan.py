@@ -27,8 +27,6 @@ from hotspa_megatron.strategy import Kind, Strategy
 
 _SHARE: Final = 2**20
 """Whole steps in which shares of a micro-batch are added up: sums that do not depend on the order."""
-_NEARLY_EQUAL: Final = 1.05
-"""Single strategies whose estimates are this near the best one's are packed, and then compared."""
 _ORDERED: Final = 10
 """Length groups under guests up to which the best order of each choice of them is worked out, once; more run short to long."""
 
@@ -405,18 +403,12 @@ class _Step:
         self._ranges: dict[tuple[int, int], _Range] = {}
 
     def candidates(self) -> list[tuple[int, ...]]:
-        """Choices worth packing: the groups as given; to merge also home alone, and by estimate the best of all others."""
+        """Choices worth packing: the groups as given; to merge also every single strategy, and by estimate the best merge."""
         as_given = tuple(self._with_work)
         if not self._planner.merge:
             return [as_given]
         singles = [(position,) for position in range(self._with_work[-1], len(self._planner.groups))]
-        estimates = [self._estimate(single) for single in singles]
-        near = [
-            single
-            for single, seconds in zip(singles, estimates, strict=True)
-            if seconds <= min(estimates) * _NEARLY_EQUAL
-        ]
-        return list(dict.fromkeys([as_given, self._best_merge(), *near, singles[-1]]))
+        return list(dict.fromkeys([as_given, self._best_merge(), *singles]))
 
     def seconds(self, used: tuple[int, ...]) -> float:
         if not self._planner.merge:
