@@ -428,3 +428,15 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> 
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
     assert stopped.value.code == 0 and "examples:" in capsys.readouterr().out
+
+
+def test_what_cannot_be_drawn_or_named_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, plot, said in (
+        ("hotspa.yaml", tmp_path / "nowhere" / "x.png", "--plot: "),
+        (f"{'a' * 300}.yaml", tmp_path / "x.png", "--output: "),
+    ):
+        command = ["plan", *CLUSTER, "--plot", str(plot)]
+        assert main([*command, "-o", str(tmp_path / name), "--", *MODEL, *BATCH]) == 2
+        errors = capsys.readouterr().err
+        assert said in errors and errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -77,7 +77,11 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
     """Plan, write and print; ``ValueError`` for bad input, with nothing written."""
     path = Path(arguments.output)
-    if path.exists() and not arguments.force:
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise ValueError(f"--output: {path}: {error.strerror}") from None
+    if there and not arguments.force:
         raise ValueError(f"--output: {path} is there already; give another name, or --force")
     described = described_run.read_run(arguments, megatron_arguments)
     if arguments.table:
@@ -98,9 +102,9 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     )
     text = as_yaml(planned, described)
     _check(text, planned.home.execution.strategy, described)
-    _write(path, text)
-    if arguments.plot:
+    if arguments.plot:  # first, as it is what more can go wrong with
         _plot(arguments.plot, planned)
+    _write(path, text)
     if arguments.json:
         print(json.dumps(_described(planned, described, path), indent=2))
     else:
