@@ -39,7 +39,7 @@ def test_every_source_keeps_its_share_and_every_epoch_holds_each_document_once(
     samples = SampleOrder(documents, shares, 1).samples(0, count)
     drawn = collections.Counter(source for source, _ in samples)
     for source, share in enumerate(shares):
-        # Its own rounding plus the others': within one document of the exact share each.
+        # Its own rounding plus the others': half a document each.
         assert abs(drawn[source] - count * share / sum(shares)) <= max(1.0, len(shares) / 2)
         own = [document for each, document in samples if each == source]
         for start in range(0, len(own), documents[source]):

@@ -21,8 +21,8 @@ class SampleOrder:
     fresh permutation that holds every document once.
 
     Sources are interleaved by stride: the j-th document of a source with share p is due at time (j + 1/2) / p, and
-    samples are taken in the order of their times. So after any number of samples each source is within one document of
-    its share.
+    samples are taken in the order of their times. So after any number of samples a source is off its share by at most half
+    as many documents as there are sources, or by one: of many sources with equal shares, documents fall due together.
     """
 
     def __init__(self, documents: Sequence[int], shares: Sequence[float], seed: int) -> None:
