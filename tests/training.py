@@ -48,6 +48,9 @@ def workspace() -> Path:
     return folder
 
 
+_VOCAB_SIZE = VOCAB if RELEASE >= (0, 18) else VOCAB - 1
+"""0.17 adds the end of document to what --vocab-size says."""
+
 # -------------------------------------------------------------------------------------------------------------- corpora
 
 
@@ -118,7 +121,7 @@ def arguments(
     batches = ("--global-batch-size" if isinstance(batch, int) else "--step-batch-size-schedule", str(batch))
     sizes = f"""
         --data-path {documents} --data-cache-path {documents}-cache --split 90,10,0 --num-workers 0 --seed {SEED}
-        --tokenizer-type NullTokenizer --vocab-size {VOCAB} --make-vocab-size-divisible-by 32
+        --tokenizer-type NullTokenizer --vocab-size {_VOCAB_SIZE} --make-vocab-size-divisible-by 32
         --num-layers 4 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --kv-channels 8
         --seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH} --hidden-dropout 0 --attention-dropout 0
         --tensor-model-parallel-size {tp} --context-parallel-size {cp} --pipeline-model-parallel-size {pp}

@@ -23,6 +23,9 @@ from hotspa_megatron.planning.step_plan import MicroBatchTime
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
+_MOST_SEQUENCES: Final = 1_000_000
+_MOST_STEPS: Final = 10_000
+_MOST_RANKS: Final = 262_144
 _EPILOG: Final = """\
 examples:
   hotspa bench packing
@@ -101,6 +104,11 @@ def _run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> No
     for name in ("seq_length", "sequences", "steps", "align"):
         if getattr(arguments, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(arguments, name)}")
+    for name, most in (("sequences", _MOST_SEQUENCES), ("steps", _MOST_STEPS)):
+        if getattr(arguments, name) > most:
+            raise ValueError(f"--{name} {getattr(arguments, name)}: at most {most:,} are packed here")
+    if any(dp > _MOST_RANKS for dp in numbers(arguments.dp, flag="--dp")):
+        raise ValueError(f"--dp {arguments.dp}: at most {_MOST_RANKS:,} ranks")
     if arguments.seed < 0:
         raise ValueError(f"--seed must be at least 0, not {arguments.seed}")
     histogram = LengthHistogram.named(arguments.lengths).limited(arguments.seq_length, "split")
