@@ -440,3 +440,12 @@ def test_what_cannot_be_drawn_or_named_leaves_no_file(tmp_path: Path, capsys: py
         errors = capsys.readouterr().err
         assert said in errors and errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_names_flags_that_a_job_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+    for refused in (["--micro-batch-size", "2"], ["--fp8-format", "hybrid"]):
+        assert main(["doctor", "--", *MODEL, *BATCH, *refused]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"!! Megatron's flags {refused[0]}" in said and "a job with it would not start" in said
+    main(["doctor", "--", *MODEL, *BATCH])
+    assert "would not start" not in capsys.readouterr().out

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     for finding in todo:
         tables.say(console, f"{finding.what}: {finding.fix}")
     problems = sum(finding.state == "problem" for finding in findings)
-    tables.say(console, f"{problems} problems." if problems else "No problems found.")
+    tables.say(console, f"{problems} problem{'s' if problems > 1 else ''}." if problems else "No problems found.")
 
 
 def examine(megatron_arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -241,7 +241,9 @@ def _flags(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator
         return
     yield Finding(what="Megatron's flags", found=f"home {line.home}")
     for row in conflicts(arguments):
-        yield Finding(what="Megatron's flags", found=row.line, state="problem", fix="a job with it would not start")
+        yield Finding(
+            what="Megatron's flags", found=row.line, state="problem", fix="change it: a job with it would not start"
+        )
     given = {argument.split("=", 1)[0] for argument in arguments}
     if "--sequence-parallel" in given and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") not in ("1", None):
         yield Finding(
