@@ -299,7 +299,7 @@ def test_an_interrupted_rank_says_where_it_was(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ saves and loads
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="makes a file system")
+@pytest.mark.skipif(os.geteuid() != 0, reason="a full disk is a small tmpfs, which only root can mount")
 def test_a_full_disk_ends_all_ranks_with_one_line_and_the_checkpoint_before_stays_good(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -149,14 +149,14 @@ def _checked(rank: int, world_size: int) -> list[str]:
     from megatron.core import package_info
     from megatron.training import arguments as megatron_arguments
 
-    from hotspa_megatron.hooks.startup import check_untested as _check_untested
+    from hotspa_megatron.hooks.startup import check_untested
 
     parser = megatron_arguments.add_megatron_arguments(_Parser(allow_abbrev=False))
     said, installed = [], package_info.__version__
     for more, allowed, version, _ in ALLOWED:
         package_info.__version__ = version or installed
         try:
-            _check_untested(parser.parse_args(arguments(*more.split(), documents=Path("documents"))), allowed)
+            check_untested(parser.parse_args(arguments(*more.split(), documents=Path("documents"))), allowed)
             said.append("")
         except ValueError as error:
             said.append(str(error))

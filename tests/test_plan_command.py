@@ -316,7 +316,6 @@ def test_flags_of_megatrons_are_known_and_others_are_not() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 def test_the_list_of_flags_is_megatrons() -> None:
     code = (
         "import argparse\n"

@@ -348,7 +348,7 @@ def by_hand(planned: StepPlanner, lengths: Sequence[int]) -> Iterator[StepPlan]:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_a_plan_is_never_slower_than_the_groups_as_given_or_home_alone(data: st.DataObject) -> None:
-    """And, choosing by estimates, near the best single strategy and the best of all choices and orders."""
+    """Nor than any single strategy; and, choosing by estimates, near the best of all choices and orders."""
     seed = data.draw(st.integers(0, 10_000))
     random = np.random.default_rng(seed)
     lengths = wikipedia(data.draw(st.integers(1, 120)), seed)
@@ -377,8 +377,39 @@ def test_a_plan_is_never_slower_than_the_groups_as_given_or_home_alone(data: st.
         if [segment.kind for segment in each.segments] == [Kind.HOME]:
             exactly.append(seconds)
     assert took <= min(exactly) * (1 + 1e-9)
-    assert took <= 1.02 * min(singles)
+    assert took <= min(singles) * (1 + 1e-9)
     assert best * (1 - 1e-9) <= took <= 1.15 * best
+
+
+def test_a_single_strategy_that_estimates_think_little_of_is_packed_all_the_same() -> None:
+    """Its estimate is off where few long sequences divide badly: here the sibling alone is 4 % faster than both together."""
+    guest, home = Strategy(tp=3, cp=1, pp=4, dp=1), Strategy(tp=2, cp=3, pp=2, dp=1)
+    one, six = Alignment(sequence=1, total=1), Alignment(sequence=6, total=6)
+    groups = [
+        LengthGroup(strategy=strategy, kind=kind, max_length=longest, tokens_per_microbatch=budget, alignment=alignment)
+        for strategy, kind, longest, budget, alignment in (
+            (guest, Kind.GUEST, 64, 64, one),
+            (guest, Kind.GUEST, 512, 512, one),
+            (home, Kind.SIBLING, 700, 1597, six),
+            (home, Kind.HOME, 2048, 5258, six),
+        )
+    ]
+    costs = StepCosts(
+        times={
+            guest: MicroBatchTime(per_token=0.06755447),
+            home: MicroBatchTime(per_token=0.0222157406, per_square=0.000256327682),
+        },
+        moves=Moves(switches={(None, guest): 3.16}, folds={guest: 5.94}),
+    )
+    lengths = [287, 6, 204, 360, 258]
+    planned = StepPlanner(groups, costs)
+    singles = [StepPlanner(groups[first:], costs, merge=False).plan(lengths) for first in (1, 2, 3)]
+    assert all(len(single.segments) == 1 for single in singles)
+    least = min(
+        planned.seconds(dataclasses.replace(single, segments=(dataclasses.replace(single.segments[0], group=first),)))
+        for first, single in zip((1, 2, 3), singles, strict=True)
+    )
+    assert planned.seconds(planned.plan(lengths)) <= least * (1 + 1e-9)
 
 
 def test_guests_run_in_the_order_that_moves_least_and_siblings_and_home_after_them() -> None:

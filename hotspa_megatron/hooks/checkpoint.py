@@ -1,8 +1,8 @@
 """Going on from a checkpoint: whether this job can load it, and which kind of sample its consumed samples are.
 
 Checkpoints are plain Megatron checkpoints of home, written and read by Megatron alone. One string among the arguments that
-they keep (``MARK``) says what the job counted as samples; without it they count Megatron's own. Called by install.py:
-before any process group exists (``check``), and in the middle of Megatron's own loading (``first_sample``).
+they keep (``MARK``) says what the job counted as samples; without it they count Megatron's own. Called by
+``startup`` before any process group exists (``check``), and by ``checkpoint_hooks`` within Megatron's own loading.
 """
 
 from __future__ import annotations

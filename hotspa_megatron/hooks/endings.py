@@ -2,7 +2,8 @@
 
 The first rank that fails has the cause; the others only lose a peer, within milliseconds. They say so in one line and wait
 a moment, so that a launcher ends them before their errors cover the first one. What is nobody's bug (an interrupt, a full
-disk, a checkpoint that cannot be read) is one line, too. Called by ``install`` around Megatron's own functions.
+disk, a checkpoint that cannot be read) is one line, too. Used by the wrappers of Megatron's own
+functions in ``startup`` and ``checkpoint_hooks``.
 """
 
 from __future__ import annotations

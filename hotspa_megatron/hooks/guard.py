@@ -4,7 +4,8 @@ Copies are compared by checksums of their bits, at home and, after every switch,
 home's. The gradient is compared with that of the same sequences run in home alone, before the step, by a sample of every
 rank's elements. A difference ends the job on all ranks: training on would put wrong numbers into the next checkpoint.
 The step itself runs as it would have: the pass in home alone draws no random numbers that the step then lacks, counts in
-no timer, and leaves nothing in gradients that Megatron clears anyway. Called by ``install``, collective throughout.
+no timer, and leaves nothing in gradients that Megatron clears anyway. Made by ``session`` and called by ``training``; collective
+throughout.
 """
 
 from __future__ import annotations
