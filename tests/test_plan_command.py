@@ -362,6 +362,18 @@ def test_bad_input_of_simulate(capsys: pytest.CaptureFixture[str], options: list
     assert says in one_line(capsys)
 
 
+def test_what_cannot_be_drawn_or_named_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, plot, said in (
+        ("hotspa.yaml", tmp_path / "nowhere" / "x.png", "--plot: "),
+        (f"{'a' * 300}.yaml", tmp_path / "x.png", "--output: "),
+    ):
+        command = ["plan", *CLUSTER, "--plot", str(plot)]
+        assert main([*command, "-o", str(tmp_path / name), "--", *MODEL, *BATCH]) == 2
+        errors = capsys.readouterr().err
+        assert said in errors and errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 # ------------------------------------------------------------------------------------------------------------- doctor
 
 
@@ -422,25 +434,6 @@ def test_doctor_looks_at_megatrons_flags() -> None:
     assert findings({"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, parallel)["CUDA_DEVICE_MAX_CONNECTIONS"].state == "problem"
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "doctor"])
-def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
-    assert stopped.value.code == 0 and "examples:" in capsys.readouterr().out
-
-
-def test_what_cannot_be_drawn_or_named_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, plot, said in (
-        ("hotspa.yaml", tmp_path / "nowhere" / "x.png", "--plot: "),
-        (f"{'a' * 300}.yaml", tmp_path / "x.png", "--output: "),
-    ):
-        command = ["plan", *CLUSTER, "--plot", str(plot)]
-        assert main([*command, "-o", str(tmp_path / name), "--", *MODEL, *BATCH]) == 2
-        errors = capsys.readouterr().err
-        assert said in errors and errors.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_doctor_names_flags_that_a_job_would_refuse() -> None:
     def problems(*more: str) -> list[str]:
         found = doctor.examine([*MODEL, *BATCH, *more], {})
@@ -451,3 +444,10 @@ def test_doctor_names_flags_that_a_job_would_refuse() -> None:
     assert said.startswith("--micro-batch-size: must be 1")
     (said,) = problems("--fp8-format", "hybrid")
     assert said.startswith("--fp8")
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "doctor"])
+def test_help_has_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0 and "examples:" in capsys.readouterr().out
