@@ -316,8 +316,9 @@ def test_runs_on_other_data_are_not_compared() -> None:
 
 def test_leaving_a_run_ends_its_whole_family(tmp_path: Path) -> None:
     """Ranks sit in sessions of their own and may ignore a polite request; an interrupted run leaves none all the same."""
+    # One write each: unbuffered, print() makes two, and those of two children into one file may mingle.
     child = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+        "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'up\\n'); time.sleep(600)"
     )
     parent = (
         "import subprocess, sys, time\n"
