@@ -281,6 +281,7 @@ def test_bad_files_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.Captu
             ["explain", "FILE", "--lengths", "wikipedia", "--sequences", "8", "--hardware", "b1", "--", *GPT],
             "--hardware: 'b1' is not known",
         ),
+        (["explain", "FILE", "--hardware", "B1"], "--hardware: 'B1' is not known"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import importlib.util
 import json
+import os
 import resource
 import shlex
 import subprocess
@@ -73,6 +75,19 @@ def test_the_file_is_one_that_a_job_takes(tmp_path: Path, capsys: pytest.Capture
     assert " ".join(said["megatron_flags"]) in " ".join(comments)
 
 
+def test_it_says_which_batch_keeps_the_tokens_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Documents are shorter than stock Megatron's samples: whoever plans for as many of them plans for another step."""
+    lengths = tmp_path / "lengths.txt"
+    lengths.write_text("100\n" * 9 + "1100\n")  # 200 on average, where stock's samples have 8,192
+    options = ["--hardware", "H100", "--world-size", "8", "--lengths", str(lengths), "--keep-home", "--force"]
+    assert plan(*options, "-o", str(tmp_path / "hotspa.yaml"), "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["tokens_per_step"], said["stock_tokens_per_step"]) == (32 * 200, 32 * 8192)
+    assert said["global_batch_size_for_stock_tokens"] == 1311  # the least whose 200 each are that many
+    assert plan(*options, "-o", str(tmp_path / "hotspa.yaml")) == 0
+    assert "A step of 32 documents has 6,400 tokens on average; with --global-batch-size 1311" in capsys.readouterr().out
+
+
 def test_it_can_keep_home_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "hotspa.yaml"
     arguments = [*MODEL, *BATCH, "--tensor-model-parallel-size", "4", "--sequence-parallel"]
@@ -98,13 +113,24 @@ def test_a_home_with_tp_may_have_the_sequence_parallelism_that_tp_1_has_not(tmp_
     resolve(load_config(path), shape=line.shape, home=line.home)
 
 
-def test_an_existing_file_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def failing(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_an_existing_file_is_kept_unless_forced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "hotspa.yaml"
     path.write_text("mine")
     assert plan(*CLUSTER, "-o", str(path)) == 2
     assert "--force" in one_line(capsys) and path.read_text() == "mine"
     assert plan(*CLUSTER, "-o", str(path), "--force") == 0
     assert "strategies" in path.read_text()
+    path.write_text("mine")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", failing)
+        assert plan(*CLUSTER, "-o", str(path), "--force") == 2
+    assert "--output" in one_line(capsys) and path.read_text() == "mine"
 
 
 def test_recomputation_and_virtual_stages_are_written_as_a_job_takes_them(

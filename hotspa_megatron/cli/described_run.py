@@ -41,6 +41,8 @@ class DescribedRun:
     histogram: LengthHistogram
     lengths_from: str
     sequences_per_step: int
+    stock_tokens_per_step: int
+    """Of samples of stock Megatron's, which are all --seq-length long."""
     recompute: float
     selective: bool
     """Whether the command line recomputes selectively, which counts as none where attention is fused."""
@@ -117,6 +119,7 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
         histogram=histogram,
         lengths_from=source,
         sequences_per_step=sequences,
+        stock_tokens_per_step=(batch or sequences) * line.shape.seq_length,
         recompute=recompute_of(arguments, line),
         selective=_word(arguments, "--recompute-granularity") == "selective" or "--recompute-activations" in arguments,
     )

@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ from hotspa_megatron.cli.sample_step import StepShown, print_step, sample_step
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
 from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, Groups, count_groups
-from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, hardware_names, load_hardware
+from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
 from hotspa_megatron.strategy import Kind
@@ -96,6 +96,7 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
     """Print the explanation; ``ValueError`` for bad input."""
     config = load_config(arguments.config)
+    hardware = load_hardware(arguments.hardware)  # whether or not a step is planned with it: a wrong name is one
     if not megatron_arguments:
         if arguments.world_size is not None:
             raise ValueError("--world-size: has no meaning without Megatron's arguments; add them behind --")
@@ -114,7 +115,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         described = {**_describe(resolved, groups, taken, memory), "conflicts": refused}
         step = None
         if arguments.lengths is not None:
-            step = _step(arguments, resolved, megatron_arguments, line)
+            step = _step(arguments, resolved, hardware, megatron_arguments, line)
             described["step"] = asdict(step)
         if not arguments.json:
             _print(resolved, groups, taken, memory, line)
@@ -129,6 +130,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
 def _step(
     arguments: argparse.Namespace,
     resolved: ResolvedConfig,
+    hardware: Hardware,
     megatron_arguments: Sequence[str],
     line: MegatronCommandLine,
 ) -> StepShown:
@@ -144,7 +146,7 @@ def _step(
     return sample_step(
         resolved,
         LengthHistogram.named(arguments.lengths),
-        load_hardware(arguments.hardware),
+        hardware,
         sequences=sequences,
         seed=arguments.seed,
         recompute=recompute_of(megatron_arguments, line),
@@ -193,16 +195,6 @@ def _world_size(given: str | None) -> int | None:
     return None
 
 
-def _ranges(max_lengths: Iterable[int]) -> list[tuple[int, int] | None]:
-    """First and last length of each range, for ascending limits; None where the limit before leaves nothing."""
-    ranges: list[tuple[int, int] | None] = []
-    low = 1
-    for limit in max_lengths:
-        ranges.append((low, limit) if low <= limit else None)
-        low = limit + 1
-    return ranges
-
-
 def _describe_file(config: HotSPaConfig) -> dict[str, object]:
     return {
         "config": str(config.path),
@@ -227,7 +219,7 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
                 "tokens_per_microbatch": entry.tokens_per_microbatch,
             }
             for lengths, entry in zip(
-                _ranges(entry.max_length for entry in config.strategies), config.strategies, strict=True
+                tables.ranges(entry.max_length for entry in config.strategies), config.strategies, strict=True
             )
         ],
         "home": {"tokens_per_microbatch": config.home_tokens_per_microbatch},
@@ -238,7 +230,7 @@ def _describe(
     resolved: ResolvedConfig, groups: Groups, taken: GroupMemory, memory: Sequence[Sequence[StageMemory]]
 ) -> dict[str, object]:
     every = (*resolved.strategies, resolved.home)
-    ranges = _ranges(each.max_length for each in every)
+    ranges = tables.ranges(each.max_length for each in every)
     strategies: list[dict[str, object]] = [
         {
             "lengths": lengths,
@@ -263,11 +255,20 @@ def _describe(
 def _print_file(config: HotSPaConfig) -> None:
     columns = ("lengths", "tp", "cp", "pp", "vpp", "recompute", "tokens/micro-batch")
     console, table = tables.console(), tables.table(*columns, left=_LEFT)
-    ranges = _ranges(entry.max_length for entry in config.strategies)
+    ranges = tables.ranges(entry.max_length for entry in config.strategies)
     for lengths, entry in zip(ranges, config.strategies, strict=True):
         budget = "default" if entry.tokens_per_microbatch is None else f"{entry.tokens_per_microbatch:,}"
         virtual = "default" if entry.vpp is None else entry.vpp
-        tables.row(table, _range(lengths), entry.tp, entry.cp, entry.pp, virtual, entry.recompute or "default", budget)
+        tables.row(
+            table,
+            tables.range_text(lengths),
+            entry.tp,
+            entry.cp,
+            entry.pp,
+            virtual,
+            entry.recompute or "default",
+            budget,
+        )
     tables.print_table(console, "Strategies of the file", table)
     tables.say(console, "Home takes what is longer. Give Megatron's arguments behind -- for home, groups and memory.")
     tables.say(console, f"samples: {config.samples}; overlong: {config.overlong}; merge: {config.merge}")
@@ -284,10 +285,12 @@ def _print(
     every = (*resolved.strategies, resolved.home)
     world = resolved.home.strategy.world_size
     table = tables.table("lengths", "strategy", "kind", "recompute", "tokens/micro-batch", "ranks", left=_LEFT)
-    for lengths, each in zip(_ranges(each.max_length for each in every), every, strict=True):
+    for lengths, each in zip(tables.ranges(each.max_length for each in every), every, strict=True):
         ranks = f"{each.strategy.dp} x {each.strategy.replica_size}"
         again = each.recompute or "flags"
-        tables.row(table, _range(lengths), each.strategy, each.kind, again, f"{each.tokens_per_microbatch:,}", ranks)
+        tables.row(
+            table, tables.range_text(lengths), each.strategy, each.kind, again, f"{each.tokens_per_microbatch:,}", ranks
+        )
     tables.print_table(console, f"Strategies on {world} ranks", table)
     tables.say(console, "Ranks: replicas x ranks of one replica. Recompute: flags is what Megatron's own flags say.")
     tables.say(
@@ -319,10 +322,6 @@ def _print(
     tables.say(console, "Activations are not counted. --json gives bytes, for every stage.")
     if line.optimizer_note is not None:
         tables.say(console, f"The optimizer's state is not counted under {line.optimizer_note}.")
-
-
-def _range(lengths: tuple[int, int] | None) -> str:
-    return "none" if lengths is None else f"{lengths[0]}-{lengths[1]}"
 
 
 def _size(count: int | None) -> str:

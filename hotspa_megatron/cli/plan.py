@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -101,7 +103,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         optimizer_bytes=described.optimizer_bytes,
     )
     text = as_yaml(planned, described)
-    _check(text, planned.home.execution.strategy, described)
+    _check(text, planned.home.execution.strategy, described, path)
     if arguments.plot:  # first, as it is what more can go wrong with
         _plot(arguments.plot, planned)
     _write(path, text)
@@ -120,7 +122,7 @@ def _write_table(arguments: argparse.Namespace, described: DescribedRun, path: P
             f"--table: its longest sequences are of {table.longest} tokens, but --seq-length is {described.shape.seq_length}; "
             f"give Megatron --seq-length {table.longest}"
         )
-    _check(table.as_yaml(), table.home, described)
+    _check(table.as_yaml(), table.home, described, path)
     _write(path, table.as_yaml())
     flags = described_run.home_flags(table.home)
     refused = [row.line for row in conflicts(described.arguments)]
@@ -158,19 +160,29 @@ def _flags(home: Execution, described: DescribedRun) -> list[str]:
     return flags
 
 
+def _same_batch(described: DescribedRun) -> int:
+    """Documents that have as many tokens as a step of stock Megatron's, whose samples are all --seq-length long."""
+    return math.ceil(described.stock_tokens_per_step / max(described.histogram.mean, 1.0))
+
+
 def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f"{path.name}.new")
     try:
-        path.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
     except OSError as error:
         raise ValueError(f"--output: {path}: {error.strerror}") from None
 
 
-def _check(text: str, home: Strategy, described: DescribedRun) -> None:
+def _check(text: str, home: Strategy, described: DescribedRun, path: Path) -> None:
     """Hold the file against the reader that will read it, before it is written where it was asked for."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "hotspa.yaml"
-        path.write_text(text, encoding="utf-8")
-        resolve(load_config(path), shape=described.under(home).shape, home=home)
+        draft = Path(folder) / path.name
+        draft.write_text(text, encoding="utf-8")
+        try:
+            resolve(load_config(draft), shape=described.under(home).shape, home=home)
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(draft), str(path))) from None
 
 
 def _described(planned: PlannedRun, described: DescribedRun, path: Path) -> dict[str, object]:
@@ -180,6 +192,9 @@ def _described(planned: PlannedRun, described: DescribedRun, path: Path) -> dict
         "assumed": list(described.hardware.assumed),
         "world_size": described.world_size,
         "sequences_per_step": described.sequences_per_step,
+        "tokens_per_step": described.sequences_per_step * described.histogram.mean,
+        "stock_tokens_per_step": described.stock_tokens_per_step,
+        "global_batch_size_for_stock_tokens": _same_batch(described),
         "home": str(planned.home.execution.strategy),
         "megatron_flags": _flags(planned.home.execution, described),
         "seconds": asdict(planned.time),
@@ -208,18 +223,17 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
     console = tables.console()
     home = planned.home.execution
     shown = tables.table("lengths", "strategy", "kind", "tokens/micro-batch", "memory GiB", "limit", left=_LEFT)
-    low = 1
-    for choice, held in zip(planned.groups, planned.held, strict=True):
+    ranges = tables.ranges(choice.max_length for choice in planned.groups)
+    for lengths, choice, held in zip(ranges, planned.groups, planned.held, strict=True):
         tables.row(
             shown,
-            f"{low}-{choice.max_length}",
+            tables.range_text(lengths),
             choice.execution,
             kind_of(choice, planned),
             f"{choice.tokens_per_microbatch:,}",
             f"{held.total / _GIB:.1f}",
             f"{held.limit / _GIB:.1f}",
         )
-        low = choice.max_length + 1
     tables.print_table(console, f"{described.world_size} x {described.hardware.name}, {described.lengths_from}", shown)
     time = planned.time
     tables.say(
@@ -231,6 +245,13 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
         console,
         f"Best static strategy with the same packing: {planned.static.execution}, {planned.static_time.total:.3f} s. "
         f"Gain {planned.gain:.2f}x.",
+    )
+    tokens = described.sequences_per_step * described.histogram.mean
+    tables.say(
+        console,
+        f"A step of {described.sequences_per_step} documents has {tokens:,.0f} tokens on average; with --global-batch-size "
+        f"{_same_batch(described)} (plan for it with --sequences) it has about {described.stock_tokens_per_step:,}, as stock "
+        "Megatron with these flags.",
     )
     if home != described.home:
         tables.say(console, f"Give Megatron: {' '.join(_flags(home, described))} (now {described.home})")

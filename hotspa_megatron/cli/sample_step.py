@@ -98,7 +98,7 @@ def sample_step(
                 tokens=sum(own),
                 computed_tokens=planner.computed_tokens(segment, plan.lengths),
                 micro_batches=tuple(len(batches) for batches in segment.micro_batches),
-                imbalance=1 - sum(busy) / len(busy) / max(busy),
+                imbalance=max(0.0, 1 - sum(busy) / len(busy) / max(busy)),  # a mean may round up past the busiest
                 seconds=max(busy),
             )
         )

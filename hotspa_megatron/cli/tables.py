@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
@@ -38,3 +39,17 @@ def row(of: Table, *cells: object) -> None:
 
 def say(to: Console, text: str) -> None:
     to.print(Text(text), soft_wrap=True)
+
+
+def ranges(max_lengths: Iterable[int]) -> list[tuple[int, int] | None]:
+    """First and last length of each range, for ascending limits; None where the limit before leaves nothing."""
+    found: list[tuple[int, int] | None] = []
+    low = 1
+    for limit in max_lengths:
+        found.append((low, limit) if low <= limit else None)
+        low = limit + 1
+    return found
+
+
+def range_text(lengths: tuple[int, int] | None) -> str:
+    return "none" if lengths is None else f"{lengths[0]}-{lengths[1]}"

@@ -123,9 +123,11 @@ def load_hardware(name: str | Path) -> Hardware:
     """A description by name, or from a file (anything that ends in .yaml or names a folder); ``ValueError`` on bad input."""
     text = str(name)
     is_file = text.endswith((".yaml", ".yml")) or "/" in text
+    if not is_file:
+        text = text.lower()
     if not is_file and text not in hardware_names():
         raise ValueError(
-            f"--hardware: {shown(text)} is not known; write one of {', '.join(hardware_names())}, or a .yaml file"
+            f"--hardware: {shown(str(name))} is not known; write one of {', '.join(hardware_names())}, or a .yaml file"
         )
     path = Path(text) if is_file else _FOLDER / f"{text}.yaml"
     document = read_document(path)
