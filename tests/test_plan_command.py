@@ -85,7 +85,9 @@ def test_it_says_which_batch_keeps_the_tokens_of_a_step(tmp_path: Path, capsys: 
     assert (said["tokens_per_step"], said["stock_tokens_per_step"]) == (32 * 200, 32 * 8192)
     assert said["global_batch_size_for_stock_tokens"] == 1311  # the least whose 200 each are that many
     assert plan(*options, "-o", str(tmp_path / "hotspa.yaml")) == 0
-    assert "A step of 32 documents has 6,400 tokens on average; with --global-batch-size 1311" in capsys.readouterr().out
+    assert (
+        "A step of 32 documents has 6,400 tokens on average; with --global-batch-size 1311" in capsys.readouterr().out
+    )
 
 
 def test_it_can_keep_home_and_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +197,11 @@ WRONG: list[tuple[list[str], list[str], str]] = [
     (["--hardware", "a800-80", "--world-size", "08", "--lengths", "wikipedia"], MODEL + BATCH, "'08'"),
     (["--hardware", "a800-80", "--world-size", "8"], MODEL + BATCH, "--corpus"),
     (["--hardware", "a800-80", "--world-size", "8", "--corpus", "no/such"], MODEL + BATCH, "no/such.idx"),
-    (["--hardware", "a800-80", "--world-size", "8", "--lengths", "no/such"], MODEL + BATCH, "no/such"),
+    (
+        ["--hardware", "a800-80", "--world-size", "8", "--lengths", "no/such"],
+        MODEL + BATCH,
+        "--lengths: 'no/such' names no lengths: there is neither such a file nor an index",
+    ),
     (["--hardware", "cpu-gloo", "--world-size", "1", "--lengths", "wikipedia"], MODEL + BATCH, "no strategy holds"),
     ([*CLUSTER, "--sequences", "-3"], MODEL + BATCH, "'-3'"),
     ([*CLUSTER, "--from-script", "run.sh"], MODEL + BATCH, "--from-script"),

@@ -82,7 +82,11 @@ def add_options(parser: argparse.ArgumentParser, *, required: bool = True) -> No
     parser.add_argument("--world-size", metavar="N", help="ranks (default: WORLD_SIZE, else SLURM_NTASKS)")
     lengths = parser.add_mutually_exclusive_group(required=required)
     lengths.add_argument("--corpus", metavar="PREFIX", help="lengths of the documents of PREFIX.idx")
-    lengths.add_argument("--lengths", metavar="FILE|wikipedia", help="a file of one length per line, or a known corpus")
+    lengths.add_argument(
+        "--lengths",
+        metavar="WHAT",
+        help="those of a file of one length per line, of PREFIX, wikipedia, or lognormal:mean=M,sigma=S,max=N",
+    )
     parser.add_argument("--sequences", metavar="N", help="sequences per step (default: Megatron's --global-batch-size)")
 
 
@@ -232,4 +236,7 @@ def _histogram(options: argparse.Namespace) -> tuple[LengthHistogram, str]:
         return LengthHistogram.from_index(options.corpus), f"the documents of {options.corpus}"
     if options.lengths == "wikipedia":
         return LengthHistogram.wikipedia(), "English Wikipedia"
-    return LengthHistogram.from_text(options.lengths), f"the lengths in {options.lengths}"
+    try:
+        return LengthHistogram.named(options.lengths), f"the lengths of {options.lengths}"
+    except ValueError as error:
+        raise ValueError(f"--lengths: {error}") from None
