@@ -33,20 +33,28 @@ def install() -> None:
     """Make Megatron in this process understand ``--hotspa-config``; a second call does nothing.
 
     Call it before the script's first import of Megatron: names are replaced, and what took one earlier keeps the old one.
-    Ends the process with one line and exit code 2 where this Megatron is not supported.
+    Ends the process with one line and exit code 2 where this Megatron is not supported, unless the flag is not given: then
+    nothing is replaced, and the script runs as it would alone.
     """
-    _prepare()
-    from hotspa_megatron.hooks import cpu
-    from hotspa_megatron.hooks import install as hooks
+    from hotspa_megatron.hooks import compat, cpu
 
+    already = cpu.installed()
+    try:
+        _prepare()
+        compat.check_version()  # before the hooks are, which import what they replace
+    except Exception as error:
+        if not already:
+            cpu.uninstall()
+        if any(word.split("=")[0] == "--hotspa-config" for word in sys.argv[1:]):
+            _fail(str(error) if isinstance(error, ValueError) else compat.not_imported("Megatron", error))
+        return
     spawned = multiprocessing.parent_process() is not None
-    if cpu.installed() and os.environ.get("RANK", "0") == "0" and not hooks.replaced() and not spawned:
+    if cpu.installed() and not already and os.environ.get("RANK", "0") == "0" and not spawned:
         sys.stdout.write("hotspa: no CUDA device is visible: training on CPU and gloo through the stand-in\n")
         sys.stdout.flush()
-    try:
-        hooks.install()
-    except ValueError as error:
-        _fail(str(error))
+    from hotspa_megatron.hooks import install as hooks
+
+    hooks.install()
 
 
 def _prepare() -> None:

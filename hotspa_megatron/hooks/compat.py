@@ -6,10 +6,12 @@ Every other file of this room calls Megatron through names that are the same in 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import inspect
-from collections.abc import Iterable
-from typing import Any
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 from hotspa_megatron.hooks.flags import FLAG, NEWEST
 from hotspa_megatron.strategy import Strategy
@@ -46,6 +48,41 @@ From 0.19 on Megatron derives a weight-rematerialisation axis as shards // tp: t
 """
 
 
+HOOKED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    "megatron.training.arguments": {"add_megatron_arguments": ("parser",), "validate_args": ("args",)},
+    "megatron.training.initialize": {
+        "_initialize_distributed": ("get_embedding_ranks", "get_position_embedding_ranks"),
+    },
+    "megatron.training.checkpointing": {"check_checkpoint_args": ("checkpoint_args",)},
+    "megatron.training.training": {
+        "pretrain": ("forward_step_func",),
+        "setup_model_and_optimizer": ("model_type",),
+        "load_checkpoint": ("opt_param_scheduler",),
+        "save_checkpoint": ("iteration",),
+        "build_train_valid_test_data_iterators": ("build_train_valid_test_datasets_provider",),
+        "build_train_valid_test_datasets": ("build_train_valid_test_datasets_provider",),
+        "build_pretraining_data_loader": ("dataset", "consumed_samples"),
+        "train_step": ("forward_step_func", "data_iterator", "model", "optimizer", "config", "forward_backward_func"),
+        "dummy_train_step": ("data_iterator",),
+        "training_log": ("iteration",),
+        "print_rank_last": ("message",),
+        "train": (),
+    },
+    "megatron.core.timers": {"Timers.log": ("names",), "Timers.write": ("names",)},
+    "megatron.core.pipeline_parallel.schedules": {"forward_step": (), "backward_step": ()},
+    "megatron.core.parallel_state": {
+        "initialize_model_parallel": (
+            *("pipeline_model_parallel_comm_backend", "context_parallel_size", "distributed_timeout_minutes"),
+            *("nccl_communicator_config_path", "order", "get_embedding_ranks", "get_position_embedding_ranks"),
+            "create_gloo_process_groups",
+        ),
+    },
+}
+"""What is replaced or called from the start on, with the parameters that are relied on by name."""
+
+_UNKNOWN: Final = "this version of hotspa_megatron does not know it"
+
+
 def version() -> str:
     from megatron.core.package_info import __version__
 
@@ -67,30 +104,36 @@ def check_tested() -> None:
 
 
 def check_version() -> None:
-    """Raise ValueError for a Megatron that is older than supported or whose hooked functions have other parameters."""
-    if release() < OLDEST:
+    """Raise ValueError for a Megatron that is older than supported, that cannot be imported, or whose names have changed."""
+    try:
+        found_release = release()
+    except Exception as error:
+        raise ValueError(not_imported("megatron.core", error)) from None
+    if found_release < OLDEST:
         raise ValueError(
             f"megatron-core {version()} is older than {OLDEST[0]}.{OLDEST[1]}, the oldest supported; upgrade it"
         )
-    from megatron.training import training
+    for module, functions in HOOKED.items():
+        try:
+            holder = importlib.import_module(module)
+        except Exception as error:  # half an installation of what Megatron uses raises anything
+            raise ValueError(not_imported(module, error)) from None
+        for path, parameters in functions.items():
+            name = f"{module.removeprefix('megatron.')}.{path}"
+            try:
+                function: Any = functools.reduce(getattr, path.split("."), holder)
+            except AttributeError:
+                raise ValueError(f"megatron-core {version()}: there is no {name}; {_UNKNOWN}") from None
+            known = inspect.signature(function).parameters
+            if missing := [each for each in parameters if each not in known]:
+                raise ValueError(f"megatron-core {version()}: {name} has no parameter {', '.join(missing)}; {_UNKNOWN}")
 
-    needed = {
-        "train_step": ("forward_step_func", "data_iterator", "model", "optimizer", "config", "forward_backward_func"),
-        "build_train_valid_test_datasets": ("build_train_valid_test_datasets_provider",),
-        "build_pretraining_data_loader": ("dataset", "consumed_samples"),
-        "setup_model_and_optimizer": ("model_type",),
-        "load_checkpoint": ("opt_param_scheduler",),
-        "dummy_train_step": ("data_iterator",),
-        "training_log": ("iteration",),
-    }
-    for name, parameters in needed.items():
-        found = inspect.signature(getattr(training, name)).parameters
-        missing = [each for each in parameters if each not in found]
-        if missing:
-            raise ValueError(
-                f"megatron-core {version()}: training.{name} has no parameter {', '.join(missing)}; "
-                "this version of hotspa_megatron does not know it"
-            )
+
+def not_imported(module: str, error: Exception) -> str:
+    """What failed, and the file that raised it: Megatron imports much that it can do without, and so do those packages."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    what = str(error).strip().splitlines()[:1] or [""]
+    return f"{module} cannot be imported: {type(error).__name__}: {what[0]} (raised in {last}); repair or remove that package"
 
 
 def check_interleaving(strategies: Iterable[Strategy]) -> None:
