@@ -1,6 +1,6 @@
 """Megatron-LM's own pretrain_gpt.py, unmodified, from a checkout that MEGATRON_LM_PATH names.
 
-Environments with the same release tried core_v0.17.1, core_v0.18.2 and core_v0.19.0.
+Environments with the same release tried core_v0.17.1, core_v0.18.2 and core_v0.19.0; that of the newest also tried main.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from hotspa_megatron.hooks.flags import NEWEST
 from tests.training import REPOSITORY, STATIC, TP2_PP2, TWO_GUESTS, arguments, flag, printed_losses, under_torchrun
 
 VARIABLE = "MEGATRON_LM_PATH"
@@ -57,10 +58,18 @@ def _link(source: Path, target: Path, *down: str) -> None:
 
 
 def test_pretrain_gpt_trains_under_the_flag_as_it_does_statically(checkout: Path, tmp_path: Path) -> None:
-    """Through the launcher as it is, and with the one line of patches/ in it, started alone."""
+    """Through the launcher as it is, and with the one line of patches/ in it, started alone.
+
+    One that is newer than what is supported has no patch, and has to be allowed by the file.
+    """
     line = arguments(*TP2_PP2.flags, tp=TP2_PP2.tp, pp=TP2_PP2.pp, iterations=5)
+    runs = {"static": STATIC, "mixed": TWO_GUESTS, "patched": TWO_GUESTS}
+    release = release_of(checkout)
+    if tuple(map(int, release.split(".")[:2])) > NEWEST:
+        del runs["patched"]
+        runs = {name: f"{config}\nallow_untested: [megatron]\n" for name, config in runs.items()}
     losses = {}
-    for name, config in (("static", STATIC), ("mixed", TWO_GUESTS), ("patched", TWO_GUESTS)):
+    for name, config in runs.items():
         if name == "patched":
             subprocess.run([REPOSITORY / "scripts" / "apply_patches.sh", checkout], check=True)
         code, output, errors = under_torchrun(
@@ -69,11 +78,12 @@ def test_pretrain_gpt_trains_under_the_flag_as_it_does_statically(checkout: Path
         )  # fmt: skip
         assert code == 0, errors[0]
         assert f"{checkout}/megatron/" in errors[0]  # in its warnings: this Megatron ran, not an installed one
-        assert f"hotspa: megatron-core {release_of(checkout)}" in output[0]
+        assert f"hotspa: megatron-core {release}" in output[0]
         losses[name] = printed_losses(output[-1])
-    print(f"pretrain_gpt.py of {release_of(checkout)}: " + ", ".join(f"{name} {each}" for name, each in losses.items()))
+    print(f"pretrain_gpt.py of {release}: " + ", ".join(f"{name} {each}" for name, each in losses.items()))
     assert len(losses["static"]) == 5
-    assert losses["mixed"] == losses["patched"] == pytest.approx(losses["static"], rel=1e-6)
+    assert all(each == pytest.approx(losses["static"], rel=1e-6) for each in losses.values())
+    assert losses.get("patched", losses["mixed"]) == losses["mixed"]
 
 
 def release_of(checkout: Path) -> str:
