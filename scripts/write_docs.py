@@ -16,9 +16,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+from unittest import mock
 
 from hotspa_megatron import config
-from hotspa_megatron.hooks.flags import FLAG, NEWEST, TABLE, OnGpus, Refusal, Row, Works
+from hotspa_megatron.hooks import compat
+from hotspa_megatron.hooks.flags import FLAG, NEWEST, TABLE, Newer, OnGpus, Refusal, Row, settings
 from hotspa_megatron.planning.execution import Granularity
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
@@ -126,23 +128,40 @@ def _default(default: Any) -> str:
 
 def flags() -> str:
     """The tables of docs/flags.md."""
-    newest = f"{NEWEST[0]}.{NEWEST[1]}"
-    newer = "A job under a newer one ends at its start, unless the file says `allow_untested: [megatron]`."
-    parts = [f"Tested with megatron-core 0.17 to {newest}. {newer}"]
+    parts = [f"Tested with megatron-core 0.17 to {NEWEST[0]}.{NEWEST[1]}."]
     for title, rows in TABLE:
         parts += [f"### {title}", "| flags | | |\n| --- | --- | --- |\n" + "\n".join(map(_row, rows))]
     return "\n\n".join(parts)
 
 
 def _row(row: Row) -> str:
-    since = {"": "", "main": " (Megatron's main branch)"}.get(row.since, f" (from {row.since} on)")
+    if isinstance(row, Newer):
+        return f"| megatron-core {row.example} | refused | not run; `{_shown(_said_of(row.example))}` |"
+    since = {"": "", "dev": " (Megatron's branch `dev`)"}.get(row.since, f" (from {row.since} on)")
     if isinstance(row, Refusal):
-        return f"| `{row.example}`{since} | refused | `{row.line.removesuffix(f' ({FLAG} is set)')}` |"
-    named = " ".join(f"`{flag}`" for flag in row.flags.split()) + since
+        not_run = "written, not run; " if row.unless else ""
+        return f"| `{row.example}`{since} | refused | {not_run}`{_shown(row.line)}` |"
+    named = " ".join(f"`{each}`" for each in settings(row.flags)) + since
     if isinstance(row, OnGpus):
-        return f"| {named} | GPU only | written, not run{f'; {row.note}' if row.note else ''} |"
-    assert isinstance(row, Works)
-    return f"| {named} | works | {f'{row.note}; ' if row.note else ''}tests/{row.test} |"
+        without = "without " if row.left_out else ""
+        return f"| {without}{named} | GPU only | written, not run{f'; {row.note}' if row.note else ''} |"
+    until = f" (before {row.until})" if row.until else ""
+    return f"| {named}{until} | works | {f'{row.note}; ' if row.note else ''}tests/{row.test} |"
+
+
+def _shown(line: str) -> str:
+    """A line that a job ends with, without what all of them end in."""
+    return line.removesuffix(f" ({FLAG} is set)")
+
+
+def _said_of(release: str) -> str:
+    """What a job under this release of megatron-core ends with."""
+    with mock.patch.object(compat, "version", return_value=release):
+        try:
+            compat.check_tested()
+        except ValueError as error:
+            return str(error)
+    raise ValueError(f"megatron-core {release} is not refused, and the table says it is")
 
 
 def page(text: str, name: str, table: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import math
 import re
 import shlex
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
-from hotspa_megatron.hooks.flags import NEWEST, TABLE, OnGpus, Refusal, Works, conflicts, refusals
+from hotspa_megatron.hooks.flags import TABLE, Newer, OnGpus, Refusal, Works, conflicts, refusals, settings
+from tests.job import Mix, start
 from tests.spawn import REPOSITORY, run_ranks
 from tests.training import (
     RELEASE,
@@ -32,14 +35,23 @@ from tests.training import (
 
 pytestmark = pytest.mark.timeout(600)
 
-ROWS = [row for _, rows in TABLE for row in rows]
+ROWS = [row for _, rows in TABLE for row in rows if not isinstance(row, Newer)]
+
+
+def _release(number: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in number.split("."))
 
 
 def _known(row: Works | OnGpus | Refusal) -> bool:
-    """Whether the installed release has the row's flags."""
-    if row.since == "main":
-        return RELEASE > NEWEST
-    return not row.since or tuple(int(part) for part in row.since.split(".")) <= RELEASE
+    """Whether the row is about the installed release, or a newer one. What a branch alone has is in none."""
+    if isinstance(row, Works) and row.until:
+        return _release(row.until) > RELEASE
+    return not row.since or (row.since != "dev" and _release(row.since) <= RELEASE)
+
+
+def _flags_of(row: Works | OnGpus | Refusal) -> list[str]:
+    """Its flags, without values."""
+    return [row.flag] if isinstance(row, Refusal) else [each.split()[0] for each in settings(row.flags)]
 
 
 # ---------------------------------------------------------------------------------------------------------- the table
@@ -79,10 +91,11 @@ def parsed() -> tuple[set[str], list[str]]:
 
 def test_every_flag_is_megatrons_or_says_since_when(parsed: tuple[set[str], list[str]]) -> None:
     flags, _ = parsed
+    known: dict[str, bool] = {}
     for row in ROWS:
-        for flag in row.flag.split() if isinstance(row, Refusal) else row.flags.split():
-            # 0.17 has the ramp that later releases pass over.
-            assert (flag in flags) == (_known(row) or flag == "--rampup-batch-size"), (flag, row.since)
+        for flag in _flags_of(row):
+            known[flag] = known.get(flag, False) or _known(row)
+    assert {flag: flag in flags for flag in known} == known
 
 
 def test_refused_rows_refuse_with_their_line_and_nothing_else_does(parsed: tuple[set[str], list[str]]) -> None:
@@ -93,31 +106,144 @@ def test_refused_rows_refuse_with_their_line_and_nothing_else_does(parsed: tuple
         assert re.fullmatch(r"--[a-z0-9-]+: [^\n]+ \(--hotspa-config is set\)", line), line
 
 
-def test_rows_that_name_a_test_name_one_that_there_is() -> None:
-    tests: dict[str, set[str]] = {}
+def test_rows_that_name_a_test_have_their_flags_in_it() -> None:
     for row in ROWS:
         if isinstance(row, Works):
             file, name = row.test.split("::")
-            if file not in tests:
-                tree = ast.parse((REPOSITORY / "tests" / file).read_text())
-                tests[file] = {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}
-            assert name in tests[file], row.test
+            assert missing(row.flags, strings_of(file, name)) == [], row.test
 
 
-def test_rows_that_name_a_test_have_their_flags_in_it() -> None:
-    shared = "".join((REPOSITORY / "tests" / name).read_text() for name in ("training.py", "job.py"))
-    for row in ROWS:
-        if isinstance(row, Works):
-            text = shared + (REPOSITORY / "tests" / row.test.split("::")[0]).read_text()
-            for flag in row.flags.split():
-                assert re.search(rf"{flag}(?![\w-])", text), (flag, row.test)
+def missing(flags: str, said: Sequence[str]) -> list[str]:
+    """Which of a row's flags, with their values, stand nowhere in these strings."""
+    text = " ".join(said)
+    return [each for each in settings(flags) if not re.search(rf"(?<![\w-]){each}(?![\w-])", text)]
+
+
+def strings_of(file: str, name: str) -> list[str]:
+    """Every string that the test of this name can use, in order: its own, its marks', and those of what it names, near or far.
+
+    Names lead to functions, classes and constants of the same file and of the tests' modules that it imports. Docstrings are
+    left out: they say what is not there.
+    """
+    found: list[str] = []
+    waiting, seen = [(file, name)], set()
+    while waiting:
+        place = waiting.pop(0)
+        if place in seen:
+            continue
+        seen.add(place)
+        names = _definitions(place[0])
+        definition = names.get(place[1])
+        if isinstance(definition, ast.ImportFrom):
+            module = str(definition.module).removeprefix("tests.")
+            origin = {each.asname or each.name: each.name for each in definition.names}
+            waiting.append((f"{module}.py", origin[place[1]]))
+        elif definition is not None:
+            comments = {id(each.value) for each in ast.walk(definition) if isinstance(each, ast.Expr)}
+            for node in ast.walk(definition):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in comments:
+                    found.append(node.value)
+                elif isinstance(node, ast.Name | ast.arg):  # an argument may be a fixture
+                    waiting.append((place[0], node.id if isinstance(node, ast.Name) else node.arg))
+        elif place == (file, name):
+            raise LookupError(f"{file} has no {name}")
+    return found
+
+
+@functools.cache
+def _definitions(file: str) -> dict[str, ast.stmt]:
+    """What defines each name of a module of the tests."""
+    tree = ast.parse((REPOSITORY / "tests" / file).read_text(encoding="utf-8"))
+    names: dict[str, ast.stmt] = {}
+    for each in tree.body:
+        if isinstance(each, ast.FunctionDef | ast.ClassDef):
+            names[each.name] = each
+        elif isinstance(each, ast.Assign | ast.AnnAssign):
+            targets = each.targets if isinstance(each, ast.Assign) else [each.target]
+            names.update(
+                {node.id: each for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+            )
+        elif isinstance(each, ast.ImportFrom) and str(each.module).startswith("tests."):
+            names.update({alias.asname or alias.name: each for alias in each.names})
+    return names
+
+
+@pytest.mark.parametrize(
+    ("flags", "test"),
+    [
+        # In the same file as a test that has them, or in what only others use.
+        ("--pipeline-model-parallel-layout", "test_gradients.py::test_gradients_of_every_mix_equal_the_reference"),
+        ("--decoupled-lr", "test_flags.py::test_low_precision_differs_by_no_more_than_static_layouts_do"),
+        ("--iterations-to-skip", "test_training.py::test_overlap_changes_nothing"),
+        # With another value, or as the beginning of a longer name.
+        ("--distributed-backend nccl", "test_training.py::test_overlap_changes_nothing"),
+        ("--transformer-impl transformer_engine", "test_training.py::test_overlap_changes_nothing"),
+        ("--use-distributed", "test_training.py::test_overlap_changes_nothing"),
+    ],
+)
+def test_a_flag_that_the_test_lacks_is_seen(flags: str, test: str) -> None:
+    assert missing(flags, strings_of(*test.split("::"))) == [flags]
+
+
+def test_a_test_that_is_not_there_is_seen() -> None:
+    with pytest.raises(LookupError, match=r"test_training\.py has no test_overlap$"):
+        strings_of("test_training.py", "test_overlap")
 
 
 def test_no_flag_stands_in_two_rows_that_say_the_same() -> None:
     for kind in (Works, OnGpus):
-        flags = [flag for row in ROWS if isinstance(row, kind) for flag in row.flags.split()]
+        flags = [each for row in ROWS if isinstance(row, kind) for each in settings(row.flags)]
         assert len(flags) == len(set(flags))
     assert len({row.flag for row in refusals()}) == len(list(refusals()))
+
+
+NOT_RUN = {
+    "NCCL": "--distributed-backend nccl",
+    "Transformer Engine": "--transformer-impl transformer_engine",
+    "flash attention": "--attention-backend flash",
+    "fused kernels": "--no-gradient-accumulation-fusion",
+    "fp8": "--fp8-format",
+}
+"""What never ran on several GPUs, in the words of a job's first line, and the flag of the table that stands for it."""
+
+
+def test_what_never_ran_is_marked_so() -> None:
+    page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
+    for setting in NOT_RUN.values():
+        rows = [line for line in page.splitlines() if re.match(rf"\| [^|]*`{setting}[` ]", line)]
+        assert any("written, not run" in line for line in rows), setting
+        works = [row for row in ROWS if isinstance(row, Works) and setting in settings(row.flags)]
+        # With their flag left out they are on.
+        assert not works or "| without" in "".join(rows), setting
+
+
+def _first_line(rank: int, world_size: int, installed: bool) -> str:
+    """What a job of one rank says first when it is told that it runs on CPU, or that it does not."""
+    from hotspa_megatron.hooks import cpu, install, startup
+    from hotspa_megatron.hooks.patching import Patches
+
+    said: list[str] = []
+    patches = Patches()
+    cpu.install()
+    patches.set(startup, "say", said.append)
+    patches.set(cpu, "installed", lambda: installed)
+    try:
+        start(Mix((1, 1, 1), ()), world_size, torch.float32)
+    finally:
+        patches.undo_all()
+        install.uninstall()
+    return said[0]
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["cpu", "gpu"])
+def test_a_jobs_first_line_says_what_never_ran_on_gpus(installed: bool) -> None:
+    (line,) = run_ranks(_first_line, 1, installed, prepare=import_megatron)
+    assert line.startswith("megatron-core 0.")
+    if installed:
+        assert line.endswith(", on CPU and gloo")
+    else:
+        assert re.search(r", on GPUs: .* are written to their documentation, not run by the authors$", line), line
+    assert [each in line for each in NOT_RUN] == [not installed] * len(NOT_RUN)
 
 
 def test_conflicts_are_read_off_a_command_line_as_a_job_finds_them() -> None:
@@ -167,6 +293,15 @@ def test_the_file_may_allow_what_nobody_ran() -> None:
     (said,) = run_ranks(_checked, 1, prepare=import_megatron, init_process_group=False)
     for line, (*_, expected) in zip(said, ALLOWED, strict=True):
         assert re.match(expected, line), line
+
+
+def test_the_table_has_the_line_of_a_newer_megatron() -> None:
+    """As a job prints it: see above."""
+    (row,) = (row for _, rows in TABLE for row in rows if isinstance(row, Newer))
+    page = (REPOSITORY / "docs" / "flags.md").read_text(encoding="utf-8")
+    (line,) = (line for line in page.splitlines() if line.startswith("| megatron-core "))
+    expected = rf"\| megatron-core ([\d.]+) \| refused \| not run; `megatron-core \1 is newer .*allow_untested: \[{row.unless}\]"
+    assert re.match(expected, line) and row.example in line, line
 
 
 # ------------------------------------------------------------------------------------------------------ short trainings

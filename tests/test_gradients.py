@@ -52,6 +52,8 @@ OVERLAPPED = Mix((2, 2, 1), ((16, 1, 1, 1), (32, 2, 1, 1)), (SP, UNTIED, "--over
 # One sequence of the first step is between 32 and 52 long: the schedule needs a second micro-batch, which has none.
 FILLED = Mix((1, 1, 1), ((32, 2, 1, 2), (52, 1, 1, 2, "vpp: 2")), (SHARDED,))
 VIRTUAL = ("--num-virtual-stages-per-pipeline-rank", "2")
+BY_LAYERS = ("--num-layers-per-virtual-pipeline-stage", "1")
+"""The same, of four layers over two stages, in the older flag's words."""
 INTERLEAVED = (
     FILLED,
     # Guests with virtual stages, beside one without on the same (tp, pp); budgets that leave replicas unequal counts.
@@ -62,7 +64,7 @@ INTERLEAVED = (
     Mix(
         (2, 1, 2),
         ((16, 1, 1, 1), (32, 1, 1, 4)),
-        (SP, SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", *VIRTUAL),
+        (SP, SHARDED, "--overlap-grad-reduce", "--overlap-param-gather", *BY_LAYERS),
     ),
 )
 RECOMPUTING = (

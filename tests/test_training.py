@@ -308,8 +308,27 @@ def test_a_growing_batch_takes_the_same_samples_in_the_same_order() -> None:
     # From as many tokens on as full samples have: 8, 24 and 36 samples.
     growing = TP2_CP2.run(GUEST_AND_SIBLING, *STANDING, batch="0:4 2048:8 6144:12 9216:16", iterations=6)
     constant = TP2_CP2.run(GUEST_AND_SIBLING, *STANDING, batch=4, iterations=14)
-    sizes = [step.samples for step in growing.steps]
-    assert sizes == [4, 4, 8, 8, 12, 16] and len(positions(growing)) == len(set(positions(growing)))
+    assert_the_same_samples(growing, constant, sizes=[4, 4, 8, 8, 12, 16])
+
+
+@pytest.mark.skipif(RELEASE >= (0, 18), reason="--rampup-batch-size is passed over")
+def test_a_ramped_batch_takes_the_same_samples_in_the_same_order() -> None:
+    # On one rank: weights are alike from the start. A ramp needs training that is counted in samples.
+    ramp = ("--rampup-batch-size", "4", "4", "36", "--train-samples", "56", "--lr-decay-samples", "640")
+    ramped = list(arguments(*STANDING, *ramp))
+    for iterations in ("--train-iters", "--lr-decay-iters"):
+        at = ramped.index(iterations)
+        del ramped[at : at + 2]
+    config = "strategies: [{max_length: 64, tokens_per_microbatch: 128}]"
+    growing = train(Job(tuple(ramped), config, ranks=1))
+    constant = train(Job(arguments(*STANDING, batch=4, iterations=14), config, ranks=1))
+    assert {kind for _, kind in strategies_of(growing)} == {"sibling", "home"}
+    assert_the_same_samples(growing, constant, sizes=[4, 4, 4, 8, 8, 12, 16])
+
+
+def assert_the_same_samples(growing: Run, constant: Run, *, sizes: Sequence[int]) -> None:
+    """A batch that grows through ``sizes`` has the samples, and the losses, of 4 at a time; weights stand still."""
+    assert [step.samples for step in growing.steps] == sizes and len(positions(growing)) == len(set(positions(growing)))
     assert positions(growing) == [(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
     small = zip(constant.steps, constant.losses, strict=True)
     for step, loss in zip(growing.steps, growing.losses, strict=True):

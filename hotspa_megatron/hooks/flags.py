@@ -7,6 +7,7 @@ neither torch nor Megatron.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -21,24 +22,30 @@ NEWEST: Final = (0, 19)
 
 @dataclass(frozen=True, kw_only=True)
 class Works:
-    """Flags that a test here trains with, under several strategies.
+    """Flags, with the values that matter, that a test here trains with, under several strategies.
 
-    ``test``: file and name, under tests/. ``since``: the release that brought the flags.
+    ``test``: file and name, under tests/. ``since``: the release that brought the flags; ``until``: from which on they no
+    longer do what they say.
     """
 
     flags: str
     test: str
     note: str = ""
     since: str = ""
+    until: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnGpus:
-    """Flags that only GPUs can run: written to their documentation, not run by the authors."""
+    """Flags that only GPUs can run: written to their documentation, not run by the authors.
+
+    ``left_out``: what was not run is a command line without them.
+    """
 
     flags: str
     note: str = ""
     since: str = ""
+    left_out: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +53,8 @@ class Refusal:
     """A flag that the step under several strategies cannot honour.
 
     ``asked`` looks at Megatron's argument namespace, ``example`` is what a command line says to be refused, ``reason``
-    says why and what to do. ``unless``: the name under ``allow_untested`` that lets it pass.
+    says why and what to do. ``since``: the release from which on it is refused, or the branch that alone has it.
+    ``unless``: the name under ``allow_untested`` that lets it pass.
     """
 
     flag: str
@@ -64,7 +72,20 @@ class Refusal:
         return f"{self.flag}: {self.reason}{way_out} ({FLAG} is set)"
 
 
-Row: TypeAlias = Works | OnGpus | Refusal
+@dataclass(frozen=True, kw_only=True)
+class Newer:
+    """Releases of Megatron newer than what the tests run, by an ``example``: ``compat`` refuses them, in its own words."""
+
+    example: str
+    unless: Untested
+
+
+Row: TypeAlias = Works | OnGpus | Refusal | Newer
+
+
+def settings(flags: str) -> list[str]:
+    """The flags of a row one by one, each with the values that follow it."""
+    return re.findall(r"--\S+(?: (?!--)\S+)*", flags)
 
 
 def _refused(flag: str, reason: str, *, value: str = "", dest: str = "", **more: Any) -> Refusal:
@@ -93,17 +114,30 @@ _TRAINING = "test_training.py"
 _MIXED = f"{_TRAINING}::test_mixed_training_equals_the_static_one"
 _FLAGS = "test_flags.py"
 _EVERYDAY = f"{_FLAGS}::test_everyday_flags_train_as_the_static_run_does"
+_SCHEDULES = (
+    "test_gradients.py::test_gradients_with_interleaved_schedules_and_recomputation_per_strategy_equal_the_reference"
+)
+_INTERLEAVING = "refused under 0.17, whose interleaved schedule gave wrong gradients"
+_NOT_FUSED = (
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion "
+    "--no-rope-fusion --no-persist-layer-norm"
+)
 _RESUME = "test_checkpoint.py::test_resuming_continues_the_unbroken_run_bit_for_bit"
 
 TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
+    ("Megatron itself", (
+        Newer(example=f"{NEWEST[0]}.{NEWEST[1] + 1}.0", unless="megatron"),
+    )),
     ("Parallelism of home", (
         Works(flags="--tensor-model-parallel-size --context-parallel-size --pipeline-model-parallel-size "
                     "--sequence-parallel", test=_MIXED),
-        Works(flags="--num-virtual-stages-per-pipeline-rank", test=_MIXED),
+        Works(flags="--num-virtual-stages-per-pipeline-rank", test=_MIXED, note=_INTERLEAVING),
+        Works(flags="--num-layers-per-virtual-pipeline-stage", test=_SCHEDULES, note=_INTERLEAVING),
         Works(flags="--decoder-first-pipeline-num-layers", test=f"{_TRAINING}::test_other_models",
               note="home and its siblings keep the split; a guest's is even"),
-        Works(flags="--decoder-last-pipeline-num-layers --pipeline-model-parallel-layout",
+        Works(flags="--decoder-last-pipeline-num-layers",
               test="test_gradients.py::test_gradients_of_every_mix_equal_the_reference", note="as above"),
+        Works(flags="--pipeline-model-parallel-layout", test=_SCHEDULES, note="as above"),
         Refusal(flag="--microbatch-group-size-per-virtual-pipeline-stage",
                 asked=lambda args: (getattr(args, "microbatch_group_size_per_vp_stage", None)
                                     or args.pipeline_model_parallel_size) != args.pipeline_model_parallel_size,
@@ -118,12 +152,14 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         OnGpus(flags="--cp-comm-type", note="p2p, a2a, all_gather: Transformer Engine's; one choice for all strategies"),
         _refused("--hierarchical-context-parallel-sizes", "is not supported", value="2 2"),
         _refused("--hybrid-context-parallel", "chooses strategies itself; use one of both"),
-        _refused("--dynamic-context-parallel", "chooses strategies itself; use one of both", since="main"),
+        _refused("--dynamic-context-parallel", "chooses strategies itself; use one of both", since="dev"),
         _refused("--use-tp-pp-dp-mapping", "only Megatron's default rank order is supported"),
         _refused("--use-megatron-fsdp", "shards parameters in a layout of its own"),
         _refused("--use-torch-fsdp2", "shards parameters in a layout of its own"),
         _refused("--lazy-mpu-init", "is not supported"),
         _refused("--fake-process-group", "exchanges nothing between ranks"),
+        Works(flags="--distributed-backend gloo", test=_MIXED),
+        OnGpus(flags="--distributed-backend nccl", note="between several GPUs"),
         Works(flags="--distributed-timeout-minutes --disable-gloo-process-groups", test=_EVERYDAY),
         OnGpus(flags="--nccl-communicator-config-path", note="given to every strategy's groups"),
         OnGpus(flags="--high-priority-stream-groups", note="home's groups, and those that a strategy shares with them"),
@@ -190,8 +226,13 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
               note="what home does; a strategy may say otherwise"),
         Works(flags="--distribute-saved-activations",
               test=f"{_FLAGS}::test_other_optimizers_and_counts_train_as_the_static_run_does"),
-        Works(flags="--transformer-impl", test=_MIXED, note="local; transformer_engine runs on GPUs only"),
-        OnGpus(flags="--attention-backend", note="flash, fused, auto: Transformer Engine's, with packed sequences"),
+        Works(flags="--transformer-impl local", test=_MIXED),
+        OnGpus(flags="--transformer-impl transformer_engine", note="Megatron's default"),
+        Works(flags="--attention-backend unfused", test=_MIXED),
+        OnGpus(flags="--attention-backend flash --attention-backend fused --attention-backend auto",
+               note="Transformer Engine's, with packed sequences; auto is Megatron's default"),
+        Works(flags=_NOT_FUSED, test=_MIXED),
+        OnGpus(flags=_NOT_FUSED, left_out=True, note="fused kernels, which Megatron's defaults take on GPUs"),
         OnGpus(flags="--deterministic-mode --te-rng-tracker"),
         Works(flags="--cross-entropy-loss-fusion --empty-unused-memory-level", test=_EVERYDAY),
         Refusal(flag="--window-size", asked=lambda args: getattr(args, "window_size", None)
@@ -212,7 +253,9 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         _refused_above(1, "--micro-batch-size", "must be 1: tokens_per_microbatch takes its place"),
         Works(flags="--step-batch-size-schedule", since="0.18",
               test=f"{_TRAINING}::test_a_growing_batch_takes_the_same_samples_in_the_same_order"),
-        # Before 0.18 it works; since then there is a schedule in its place, and Megatron passes over it.
+        Works(flags="--rampup-batch-size", until="0.18",
+              test=f"{_TRAINING}::test_a_ramped_batch_takes_the_same_samples_in_the_same_order"),
+        # Since then there is a schedule in its place, and Megatron passes over it.
         Refusal(flag="--rampup-batch-size",
                 asked=lambda args: getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"),
                 reason="is ignored by this Megatron; write the ramp as --step-batch-size-schedule",

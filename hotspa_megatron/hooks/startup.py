@@ -31,7 +31,8 @@ from hotspa_megatron.runtime.watchdog import Progress
 from hotspa_megatron.strict_yaml import config_error
 
 _NOT_RUN: Final = (
-    "on GPUs: NCCL, Transformer Engine and flash attention are written to their documentation, not run by the authors"
+    "on GPUs: NCCL between several GPUs, Transformer Engine, flash attention, fused kernels and fp8 are written to their "
+    "documentation, not run by the authors"
 )
 
 _forward_step: Callable[..., Any] | None = None
