@@ -14,7 +14,7 @@ import pytest
 from hotspa_megatron.cli import verify
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.verify import Measured, RunFailed, Tolerance, judge, measured, read_users_command, without
-from tests.training import SCRIPT, SP, arguments, flag, run_module
+from tests.training import SP, arguments, torchrun, verified
 
 CONFIG = """
 strategies:
@@ -196,36 +196,17 @@ def test_what_the_ranks_noted_is_put_together() -> None:
 # -------------------------------------------------------------------------------------------------------------- for real
 
 
-def verified(tmp_path: Path, *command: str, limit: int = 230) -> tuple[int, dict[str, Any], str]:
-    """Exit code, what --json printed, and standard error."""
-    done = run_module(
-        "hotspa_megatron.cli.main",
-        "verify",
-        "--json",
-        "--limit",
-        str(limit),
-        "--logs",
-        str(tmp_path / "logs"),
-        "--",
-        *command,
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
-
-
 def training(launcher: str, *more: str, cp: int = 2, config: str = CONFIG, without: str = "") -> tuple[str, ...]:
     """A user's command on 4 ranks."""
     line = [each for each in arguments(*more, tp=2, cp=cp, iterations=50) if each != without]
-    return (
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", launcher,
-        str(SCRIPT), *line, *flag(config),
-    )  # fmt: skip
+    return torchrun(line, config, launcher=launcher)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_right_step_passes_and_saves_nothing(tmp_path: Path) -> None:
     save = (SP, "--save", str(tmp_path / "saved"), "--save-interval", "1")
-    code, found, errors = verified(tmp_path, *training("hotspa_megatron.launch", *save))
+    code, found, errors = verified(tmp_path / "logs", *training("hotspa_megatron.launch", *save))
     assert code == 0, (found, errors)
     assert found["passed"] and set(found["runs"]) == {"static", "other order", "config"}
     assert 0 < found["noise"]["loss"] < 1e-5 and found["differences"]["config"]["loss"] < 1e-5
@@ -241,7 +222,7 @@ def test_a_right_step_passes_and_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_step_without_the_guests_gradients_fails(tmp_path: Path) -> None:
     """The negative control: losses stay plausible and nothing else tells."""
-    code, found, errors = verified(tmp_path, *training("examples.demo.without_fold", SP))
+    code, found, errors = verified(tmp_path / "logs", *training("examples.demo.without_fold", SP))
     assert code == 1, (found, errors)
     assert not found["passed"] and "the gradient norm differs by" in found["why"]
     assert found["differences"]["config"]["grad_norm"] > 100 * found["allowed"]["grad_norm"]
@@ -256,7 +237,7 @@ def test_with_megatrons_own_samples_stock_megatron_is_compared_too(tmp_path: Pat
         "hotspa_megatron.launch", *more, cp=1, config=f"{CONFIG}samples: megatron\n",
         without="--no-create-attention-mask-in-dataloader",
     )  # fmt: skip
-    code, found, errors = verified(tmp_path, *command)
+    code, found, errors = verified(tmp_path / "logs", *command)
     assert code == 0, (found, errors)
     assert set(found["runs"]) == {"static", "other order", "config", "stock"}
     assert found["runs"]["stock"]["groups"] is None and found["differences"]["stock"]["loss"] < 1e-5

@@ -12,9 +12,11 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+import json
 import math
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -103,6 +105,12 @@ LLAMA = (*GROUPED_QUERIES, "--swiglu", "--disable-bias-linear", "--normalization
          "--position-embedding-type", "rope", "--untie-embeddings-and-output-weights")  # fmt: skip
 
 
+ON_CPU = shlex.split("""
+    --transformer-impl local --attention-backend unfused --distributed-backend gloo --no-gradient-accumulation-fusion
+    --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+""")
+
+
 def arguments(
     *more: str,
     tp: int = 1,
@@ -112,10 +120,12 @@ def arguments(
     batch: int | str = 16,
     model: Sequence[str] = LLAMA,
     documents: Path | None = None,
+    kernels: Sequence[str] = ON_CPU,
 ) -> tuple[str, ...]:
     """Megatron's command line for home at these sizes, then ``more``.
 
-    ``batch`` is a global batch size or a schedule of them; None as ``documents`` is the skewed corpus.
+    ``batch`` is a global batch size or a schedule of them; None as ``documents`` is the skewed corpus. ``kernels``: what the
+    layers are made of, and with what ranks talk.
     """
     documents = documents or corpus()
     batches = ("--global-batch-size" if isinstance(batch, int) else "--step-batch-size-schedule", str(batch))
@@ -127,12 +137,9 @@ def arguments(
         --tensor-model-parallel-size {tp} --context-parallel-size {cp} --pipeline-model-parallel-size {pp}
         --micro-batch-size 1 --train-iters {iterations} --calculate-per-token-loss
         --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 40 --lr-decay-style cosine --weight-decay 0.01 --clip-grad 1.0
-        --adam-eps 1e-6 --log-interval 1 --eval-interval 1000000 --eval-iters 0
-        --transformer-impl local --attention-backend unfused --distributed-backend gloo
-        --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion --no-persist-layer-norm
-        --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion
+        --adam-eps 1e-6 --log-interval 1 --eval-interval 1000000 --eval-iters 0 --no-create-attention-mask-in-dataloader
     """
-    return (*sizes.split(), *batches, *model, *more)
+    return (*sizes.split(), *kernels, *batches, *model, *more)
 
 
 @functools.cache
@@ -256,6 +263,8 @@ def import_megatron() -> None:
     """What a server of ranks has imported: the stand-in, and Megatron on it."""
     from hotspa_megatron.hooks import cpu
 
+    # Its ranks are on CPU, on a machine with GPUs too. Nothing has asked for devices in this process yet.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     cpu.install()
     with cpu.quiet_imports():
         import megatron.training.training  # noqa: F401
@@ -369,6 +378,21 @@ def under_torchrun(
     )
     assert len(output) == len(errors) == ranks, ended.stderr
     return ended.returncode, output, errors
+
+
+def torchrun(
+    line: Sequence[str], config: str, *, ranks: int = 4, launcher: str = "hotspa_megatron.launch"
+) -> tuple[str, ...]:
+    """The command by which a user trains with these arguments and a file of this text."""
+    ranked = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return (*ranked, "-m", launcher, str(SCRIPT), *line, *flag(config))
+
+
+def verified(logs: Path, *command: str, limit: int = 230) -> tuple[int, dict[str, Any], str]:
+    """``hotspa verify`` of a command: exit code, what --json printed, and standard error."""
+    options = ("--json", "--limit", str(limit), "--logs", str(logs))
+    done = run_module("hotspa_megatron.cli.main", "verify", *options, "--", *command)
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
 def printed_losses(output: str) -> list[float]:
