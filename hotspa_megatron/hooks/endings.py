@@ -9,7 +9,7 @@ functions in ``startup`` and ``checkpoint_hooks``.
 from __future__ import annotations
 
 import contextlib
-import pickle
+import pickle  # nosec B403: for its exception alone
 import re
 import shutil
 import time
