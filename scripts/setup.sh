@@ -143,6 +143,14 @@ check_tools() {
     if [[ $has_torch != - && $site == - ]]; then
         venv_flags+=(--system-site-packages)
     fi
+    if [[ -n $locked && $has_torch == - ]]; then
+        local tag
+        tag=cp$(cut -d. -f1,2 <<<"$version" | tr -d .)
+        # Never without a hash: pip would take whatever file it finds.
+        if [[ $(uname -m) != x86_64 ]] || ! grep -q "^# checked builds for CPU:.*\b$tag\b" "$root/requirements/torch.txt"; then
+            fail "HOTSPA_LOCKED: requirements/torch.txt has no hash of torch for $tag on $(uname -m): scripts/lock.sh adds those of x86_64 where it reaches PyTorch's index; or take another PYTHON, or unset it"
+        fi
+    fi
     if [[ $megatron == *--no-binary* ]]; then
         local compiler found=
         for compiler in ${CXX:+"${CXX%% *}"} c++ g++ clang++; do
@@ -228,13 +236,8 @@ if [[ $torch == of* ]]; then
     step "torch $torch" true
 elif [[ -z $locked ]]; then
     step "$torch" "${pip[@]}" install "$torch"
-elif [[ $(uname -m) == x86_64 ]] &&
-    grep -q "^# checked builds for CPU:.*\bcp$(cut -d. -f1,2 <<<"$version" | tr -d .)\b" "$root/requirements/torch.txt"; then
-    step "torch of requirements/torch.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/torch.txt"
 else
-    # PyTorch's own index has files that PyPI has not; scripts/lock.sh adds their hashes where it reaches it.
-    release=$(sed -n 's/^\(torch==[0-9.]*\).*/\1/p' "$root/requirements/torch.txt")
-    step "$release, whose file for this Python and machine has no known hash" "${pip[@]}" install "$release"
+    step "torch of requirements/torch.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/torch.txt"
 fi
 if [[ -n $locked ]]; then
     step "requirements/locked.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/locked.txt"

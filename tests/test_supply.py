@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
 import shutil
@@ -11,16 +11,17 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTS = sorted((ROOT / "requirements").glob("*.txt"))
 
+DROPPED = ("HOTSPA_LOCKED", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
+
 
 def run(*command: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    env = {key: value for key, value in os.environ.items() if key not in ("HOTSPA_LOCKED", "PYTHONPATH")}
+    env = {key: value for key, value in os.environ.items() if key not in DROPPED}
     return subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -62,10 +63,88 @@ def test_what_setup_cfg_asks_for_is_locked() -> None:
     assert release and f"megatron-core=={release[1]}" in entries((ROOT / "requirements" / "megatron.txt").read_text())
 
 
-def test_ci_and_the_cpu_image_install_what_is_locked() -> None:
-    assert "HOTSPA_LOCKED=1" in (ROOT / ".ci" / "run").read_text()
+def python_standing_in(folder: Path, version: str) -> tuple[Path, Path]:
+    """An interpreter of this version, without torch and Megatron, whose pip only writes down what it is asked for."""
+    folder.mkdir()
+    asked, python = folder / "asked", folder / "python"
+    python.write_text(f"""#!/usr/bin/env bash
+case "$*" in
+    "-") printf 'ok\\t%s\\t{folder}\\t{version}.4\\t-\\t-\\t-\\n' "$0" ;;
+    "- "*) exec {sys.executable} "$@" ;;
+    "-m venv "*) mkdir -p "${{@: -1}}/bin" && cp "$0" "${{@: -1}}/bin/python" ;;
+    "-m pip "*) printf '%s\\n' "$*" >>{asked} ;;
+esac
+""")
+    python.chmod(0o755)
+    asked.touch()
+    return python, asked
+
+
+def locked_setup(tmp_path: Path, version: str) -> tuple[subprocess.CompletedProcess[str], list[list[str]]]:
+    """What scripts/setup.sh says with HOTSPA_LOCKED, and what it asks pip for, on Python ``version``."""
+    python, asked = python_standing_in(tmp_path / f"python {version}".replace(" ", "-"), version)
+    variables = {"PYTHON": str(python), "HOTSPA_VENV": str(tmp_path / f"venv-{version}"), "HOTSPA_LOCKED": "1"}
+    done = run("bash", tmp_path / "scripts" / "setup.sh", **variables)
+    return done, [line.split()[2:] for line in asked.read_text().splitlines()]
+
+
+def image_python() -> str:
+    """The Python of the CPU image's base."""
+    found = re.search(
+        r"^ARG BASE_IMAGE=python:(3\.\d+)-", (ROOT / "docker" / "Dockerfile.cpu").read_text(), re.MULTILINE
+    )
+    assert found is not None
+    return found[1]
+
+
+def test_with_locked_releases_nothing_is_installed_without_its_hash(tmp_path: Path) -> None:
+    """On the image's Python and every other that is supported: torch, what it needs, Megatron, the tools."""
+    for name in ("scripts", "requirements"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    versions = ("3.11", "3.12", "3.13")
+    assert image_python() in versions
+    for version in versions:
+        done, asked = locked_setup(tmp_path, version)
+        assert done.returncode == 0, done.stdout + done.stderr
+        *others, own = asked
+        # Our own tree, which needs no other.
+        assert own == ["install", "--no-deps", "--no-build-isolation", "--editable", str(tmp_path)]
+        lists = []
+        for words in others:
+            assert {"--no-deps", "--require-hashes"} <= set(words) and words[-2] == "--requirement", words
+            lists.append(Path(words[-1]).name)
+            assert not any("==" in word for word in words)
+        assert lists == ["torch.txt", "locked.txt", "megatron.txt"]
+    # One hash for each build that is said to be checked; a Python whose build is not is told so, and gets nothing.
+    torch = tmp_path / "requirements" / "torch.txt"
+    (hashes,) = entries(torch.read_text()).values()
+    builds = re.findall(r"\bcp3\d+", torch.read_text())
+    assert builds == ["cp311", "cp312", "cp313"] and len(set(hashes)) == len(builds)
+    torch.write_text(torch.read_text().replace(" cp312", ""))
+    shutil.rmtree(tmp_path / "python-3.12")
+    shutil.rmtree(tmp_path / "venv-3.12")
+    done, asked = locked_setup(tmp_path, "3.12")
+    assert done.returncode == 1 and "requirements/torch.txt has no hash of torch for cp312" in done.stderr and not asked
+
+
+def test_a_build_that_is_at_hand_has_the_hash_that_is_locked() -> None:
+    (hashes,) = entries((ROOT / "requirements" / "torch.txt").read_text()).values()
+    folder = Path(os.environ.get("PIP_FIND_LINKS", "/nowhere"))
+    found = sorted(folder.glob("torch-2.13.0+cpu-cp31[123]-*x86_64.whl"))
+    if not found:
+        pytest.skip("PIP_FIND_LINKS names no folder with a build of torch for CPU")
+    for path in found:
+        with path.open("rb") as file:
+            assert f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}" in hashes
+
+
+def test_ci_and_the_cpu_image_ask_for_what_is_locked() -> None:
     image = (ROOT / "docker" / "Dockerfile.cpu").read_text()
-    assert "HOTSPA_LOCKED=1" in image and "requirements" in image
+    for text in ((ROOT / ".ci" / "run").read_text(), image):
+        assert re.search(r"HOTSPA_LOCKED=1 .*bash scripts/setup\.sh", text)
+        assert not re.search(r"\bpip3? install|uv (pip|sync)", text)
+    assert re.search(r"^COPY .*\brequirements requirements$", image, re.MULTILINE)
 
 
 def test_what_was_locked_serves_those_who_did_not_ask_but_not_the_other_way_round(tmp_path: Path) -> None:
@@ -97,76 +176,144 @@ def test_what_was_locked_serves_those_who_did_not_ask_but_not_the_other_way_roun
 
 # ------------------------------------------------------------------------------------------------------------ the audit
 
-CLEAN: dict[str, Any] = {"name": "numpy", "version": "2.4.6", "vulns": []}
-SKIPPED: dict[str, Any] = {"name": "torch", "skip_reason": "not found on PyPI"}
-HOLE: dict[str, Any] = {**CLEAN, "vulns": [{"id": "PYSEC-1", "fix_versions": ["2.4.7"]}]}
+PIP_AUDIT = """#!{python}
+import json, os, pathlib, sys
+words = sys.argv[1:]
+asked = pathlib.Path(words[words.index("--requirement") + 1]).read_text().split()
+with open(os.environ["SEEN"], "a") as file:
+    file.write(" ".join(asked) + chr(10))
+mode = os.environ["MODE"]
+if mode != "no report":
+    found = []
+    for name, version in (each.split("==") for each in asked):
+        if mode == "nothing" or (mode == "forgotten" and name == "numpy"):
+            continue
+        if mode == "mirror" or (mode == "skipped" and name == "torch"):
+            found.append(dict(name=name, skip_reason="not found on PyPI"))
+        else:
+            hole = mode == "vulnerable" and (name, version) == ("pyyaml", "6.0")
+            found.append(dict(name=name, version=version, vulns=[dict(id="PYSEC-1", fix_versions=["6.1"])] * hole))
+    pathlib.Path(words[words.index("--output") + 1]).write_text(json.dumps(dict(dependencies=found)))
+sys.exit(mode in ("vulnerable", "no report", "failed"))
+"""
+LISTED = """numpy==2.4.6 ; python_full_version < '3.12' \\
+    --hash=sha256:00
+numpy==2.5.5 ; python_full_version >= '3.12' \\
+    --hash=sha256:00 \\
+    --hash=sha256:01
+PyYAML==6.0 ; sys_platform == 'win32' \\
+    --hash=sha256:00
+"""
 
 
 @pytest.mark.parametrize(
-    ("report", "audit_code", "bandit_code", "code", "said"),
+    ("mode", "bandit_code", "code", "said"),
     [
-        ([CLEAN], 0, 0, 0, "1 packages were looked at; none has a known vulnerability"),
-        ([CLEAN, SKIPPED], 0, 0, 1, "0 known vulnerabilities; 1 of 2 packages were not looked at"),
-        ([HOLE], 1, 0, 1, "numpy 2.4.6: PYSEC-1, mended in 2.4.7"),
-        ([], 0, 0, 1, "0 of 0 packages"),
-        ([CLEAN], 1, 0, 1, "0 known vulnerabilities"),
-        (None, 1, 0, 1, "pip-audit gave no report (exit code 1)"),
-        ([CLEAN], 0, 1, 1, ""),
+        ("clean", 0, 0, "6 releases were looked at; none has a known vulnerability"),
+        ("skipped", 0, 1, "torch 2.13.0: not looked at: not found on PyPI\naudit: 0 known vulnerabilities; 1 of 6"),
+        ("mirror", 0, 1, "not one answer: does this machine reach https://pypi.org/pypi/NAME/VERSION/json?"),
+        ("forgotten", 0, 1, "numpy 2.5.5: not looked at: the report does not name it"),
+        ("vulnerable", 0, 1, "pyyaml 6.0: PYSEC-1, mended in 6.1"),
+        ("nothing", 0, 1, "6 of 6 releases were not looked at"),
+        ("failed", 0, 1, "0 known vulnerabilities; 0 of 6"),
+        ("no report", 0, 1, "pip-audit gave no report (exit code 1)"),
+        ("clean", 1, 1, ""),
     ],
-    ids=["clean", "skipped", "vulnerable", "nothing", "failed", "no report", "bandit finds something"],
+    ids=lambda value: str(value)[:20],
 )
 def test_an_audit_that_looks_at_nothing_is_no_pass(
-    tmp_path: Path, report: list[Any] | None, audit_code: int, bandit_code: int, code: int, said: str
+    tmp_path: Path, mode: str, bandit_code: int, code: int, said: str
 ) -> None:
     """With stand-ins for both tools; what they find themselves is theirs."""
-    text = "" if report is None else json.dumps({"dependencies": report})
-    for name, body in (
-        ("bandit", f"exit {bandit_code}"),
-        ("pip-audit", f'while [ "$1" != --output ]; do shift; done; printf %s \'{text}\' >"$2"; exit {audit_code}'),
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "audit.sh", tmp_path / "scripts")
+    (tmp_path / "requirements").mkdir()
+    one = "{}==1.0 \\\n    --hash=sha256:00\n"
+    lists = {"locked": LISTED, "torch": "# a remark\ntorch==2.13.0+cpu \\\n    --hash=sha256:00\n"}
+    for name, text in {**lists, "megatron": one.format("megatron-core"), "release": one.format("build")}.items():
+        (tmp_path / "requirements" / f"{name}.txt").write_text(text)
+    for name, text in (
+        ("bandit", f"#!/bin/sh\nexit {bandit_code}\n"),
+        ("pip-audit", PIP_AUDIT.replace("{python}", sys.executable)),
     ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    done = run("bash", "scripts/audit.sh", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MODE": mode, "SEEN": str(tmp_path / "seen")}
+    done = run("bash", tmp_path / "scripts" / "audit.sh", **variables)
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stdout + done.stderr
+    if bandit_code:
+        assert not (tmp_path / "seen").exists()
+        return
+    # For every Python, under PyPI's own versions, and no name twice in one list.
+    first, second = (tmp_path / "seen").read_text().splitlines()
+    assert {first, second} == {"numpy==2.4.6 pyyaml==6.0 torch==2.13.0 megatron-core==1.0 build==1.0", "numpy==2.5.5"}
+
+
+def test_bandit_finds_nothing() -> None:
+    """Of the release: what the audit runs, where bandit is at hand."""
+    if shutil.which("bandit") is None:
+        pytest.skip("no bandit on PATH: pip install -r requirements/release.txt")
+    words = re.search(r"^(bandit .*)$", (ROOT / "scripts" / "audit.sh").read_text(), re.MULTILINE)
+    assert words is not None
+    done = run(*words[1].split())
+    assert done.returncode == 0, done.stdout
 
 
 # ------------------------------------------------------------------------------------------------ a wheel's whole life
 
 
 DEMO = ("--iterations", "2")
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
 
 def files_under(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if "__pycache__" not in path.parts}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_built_installed_run_from_elsewhere_and_uninstalled(tmp_path: Path) -> None:
-    """sdist -> wheel -> an environment of its own beside this one's torch and Megatron; the demo runs from another folder."""
+def unpacked_sdist(tmp_path: Path) -> tuple[Path, set[str]]:
+    """The unpacked sdist of a copy of the tree as it stands, and the names of what git tracks."""
     listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout
     source = tmp_path / "source"
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name)
-    dist = tmp_path / "dist"
-    build = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
-    done = run(sys.executable, "-c", build, "build_sdist", dist, cwd=source)
+    done = run(sys.executable, "-c", BUILD, "build_sdist", tmp_path / "dist", cwd=source)
     assert done.returncode == 0, done.stderr
-    (sdist,) = dist.glob("*.tar.gz")
+    (sdist,) = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
+    tracked = run("git", "ls-files", "-z").stdout
+    return unpacked, {name for name in tracked.split("\0") if name and (ROOT / name).is_file()}
+
+
+def test_the_sdist_holds_what_git_does(tmp_path: Path) -> None:
+    """Examples, scripts, locked lists, documentation and tests, so that each command of the README is in it."""
+    unpacked, tracked = unpacked_sdist(tmp_path)
+    packed = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    assert {"examples/demo/__main__.py", "scripts/demo.sh", "MANIFEST.in"} <= tracked
+    assert tracked - packed == set()
+    assert not any(name.endswith(".pyc") for name in packed)
+    assert (unpacked / "scripts" / "demo.sh").stat().st_mode & 0o111
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_built_installed_run_from_elsewhere_and_uninstalled(tmp_path: Path) -> None:
+    """sdist -> wheel -> an environment of its own beside this one's torch and Megatron; the demo runs from another folder."""
+    dist = tmp_path / "dist"
+    unpacked, tracked = unpacked_sdist(tmp_path)
     # The wheel comes from the sdist, so that one that lacks a file shows.
-    done = run(sys.executable, "-c", build, "build_wheel", dist, cwd=unpacked)
+    done = run(sys.executable, "-c", BUILD, "build_wheel", dist, cwd=unpacked)
     assert done.returncode == 0, done.stderr
     (wheel,) = dist.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if not name.startswith("hotspa_megatron-")}
-    tracked = {name for name in listed.split("\0") if name.startswith("hotspa_megatron/")}
-    assert packed == {name for name in tracked if name.endswith((".py", ".yaml", "py.typed"))}
+    assert packed == {
+        name for name in tracked if name.startswith("hotspa_megatron/") and name.endswith((".py", ".yaml", "py.typed"))
+    }
 
     venv = tmp_path / "venv"
     assert run(sys.executable, "-m", "venv", venv).returncode == 0
@@ -183,10 +330,12 @@ def test_built_installed_run_from_elsewhere_and_uninstalled(tmp_path: Path) -> N
     where = run(python, "-c", "import hotspa_megatron; print(hotspa_megatron.__file__)", cwd=elsewhere).stdout.strip()
     assert Path(where).is_relative_to(venv)
     assert run(venv / "bin" / "hotspa", "simulate", "--help", cwd=elsewhere).returncode == 0
-    shutil.copytree(ROOT / "examples", elsewhere / "examples")
+    shutil.copytree(unpacked / "examples", elsewhere / "examples")
     few = {"PYTHONPATH": str(elsewhere), "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
     done = run(python, "-m", "examples.demo", *DEMO, cwd=elsewhere, CUDA_DEVICE_MAX_CONNECTIONS="1", **few)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "the same training" in done.stdout
     assert run(python, "-m", "pip", "uninstall", "--yes", "hotspa_megatron", cwd=elsewhere).returncode == 0
     assert files_under(venv) == before
+    # Nor what running it has compiled.
+    assert not list(site.glob("hotspa*")) and not (venv / "bin" / "hotspa").exists()
