@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from hotspa_megatron.runtime.group_pool import GroupPool
+from hotspa_megatron.strategy import Strategy
 from tests.training import RELEASE, SCRIPT
 
 SEQ_LENGTH = 64
@@ -115,6 +119,39 @@ def _start_megatron() -> Any:
     else:
         training.initialize_megatron(args_defaults=defaults)
     return get_args()
+
+
+def home_on_the_fake_backend(home: Strategy, *, rank: int) -> tuple[GroupPool, Any]:
+    """The pool and the ParallelStates of a job on one of its ranks, with home's groups as Megatron makes them.
+
+    In a process without a process group. Groups have members and send nothing.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from hotspa_megatron.hooks import cpu
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=home.world_size)
+    cpu.install()
+    from megatron.core import parallel_state
+
+    from hotspa_megatron.hooks.parallel_state import ParallelStates, recording_groups
+
+    args = types.SimpleNamespace(
+        pipeline_model_parallel_comm_backend=None,
+        distributed_timeout_minutes=10,
+        nccl_communicator_config_path=None,
+        sequence_parallel=False,
+        tensor_model_parallel_size=home.tp,
+        pipeline_model_parallel_size=home.pp,
+        context_parallel_size=home.cp,
+        data_parallel_size=home.dp,
+    )
+    pool = GroupPool()
+    with recording_groups(pool):
+        parallel_state.initialize_model_parallel(
+            home.tp, home.pp, None, context_parallel_size=home.cp, create_gloo_process_groups=False
+        )
+    return pool, ParallelStates(home, args, pool)
 
 
 def arguments_of(mix: Mix) -> list[str]:

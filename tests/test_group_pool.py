@@ -7,11 +7,11 @@ import itertools
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from hotspa_megatron.planning.communicators import count_groups
 from hotspa_megatron.runtime.group_pool import GroupPool
 from hotspa_megatron.strategy import Strategy
+from tests.job import home_on_the_fake_backend
 from tests.spawn import run_ranks
 
 WORLD = 64
@@ -22,35 +22,8 @@ needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None
 
 def on_the_fake_backend(_: int, __: int, rank: int) -> dict[str, Any]:
     """What a job of 64 ranks makes on one of them: home by Megatron itself, the others through the pool."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from hotspa_megatron.hooks import cpu
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
-    cpu.install()
-    import types
-
-    from megatron.core import parallel_state
-
-    from hotspa_megatron.hooks.parallel_state import ParallelStates, recording_groups
-
-    args = types.SimpleNamespace(
-        pipeline_model_parallel_comm_backend=None,
-        distributed_timeout_minutes=10,
-        nccl_communicator_config_path=None,
-        sequence_parallel=False,
-        tensor_model_parallel_size=HOME.tp,
-        pipeline_model_parallel_size=HOME.pp,
-        context_parallel_size=HOME.cp,
-        data_parallel_size=HOME.dp,
-    )
-    pool = GroupPool()
-    with recording_groups(pool):
-        parallel_state.initialize_model_parallel(
-            HOME.tp, HOME.pp, None, context_parallel_size=HOME.cp, create_gloo_process_groups=False
-        )
+    pool, states = home_on_the_fake_backend(HOME, rank=rank)
     before = len(pool)
-    states = ParallelStates(HOME, args, pool)
     for other in OTHERS:
         states.create(other)
     mine = states[OTHERS[0]].groups

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -367,10 +368,11 @@ def home_modules_under(model: Sequence[Any], home: ParallelState, sibling: Paral
 def _point_at(module: torch.nn.Module, swap: Mapping[int, Any], sibling: ParallelState, patches: Patches) -> None:
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    if hasattr(module, "set_context_parallel_group"):
-        # Transformer Engine keeps its group, ranks and stream inside; it has a setter for all three.
+    # As home left them: a group that is put in here may be one of home's own in another role, and must not be swapped again.
+    held = list(vars(module).items())
+    if hasattr(module, "set_context_parallel_group") and hasattr(module, "cp_group"):
         _switch_transformer_engine(module, sibling, patches)
-    for name, value in list(vars(module).items()):
+    for name, value in held:
         if isinstance(value, ProcessGroupCollection):
             patches.set(module, name, sibling.groups)
         elif isinstance(value, dist.ProcessGroup) and id(value) in swap:
@@ -380,15 +382,35 @@ def _point_at(module: torch.nn.Module, swap: Mapping[int, Any], sibling: Paralle
 
 
 def _switch_transformer_engine(module: Any, sibling: ParallelState, patches: Patches) -> None:
-    before = {
-        name: getattr(module, name) for name in ("cp_group", "cp_global_ranks", "cp_stream") if hasattr(module, name)
-    }
+    """Point attention of Transformer Engine's at a sibling's ranks: it has one setter for all that it keeps of them."""
+    # The setter's keywords are the attributes that it sets, and what is not given goes back to a default: the way in
+    # which ranks exchange keys and values (--cp-comm-type) stays home's.
+    before = {name: getattr(module, name) for name in _TRANSFORMER_ENGINES_CONTEXT if hasattr(module, name)}
     group = sibling.groups.cp
-    stream = before.get("cp_stream") or torch.cuda.Stream()
-    module.set_context_parallel_group(group, dist.get_process_group_ranks(group), stream)
-    patches.on_undo(
-        f"{type(module).__name__}.set_context_parallel_group",
-        lambda: module.set_context_parallel_group(
-            before.get("cp_group"), before.get("cp_global_ranks"), before.get("cp_stream")
-        ),
+    module.set_context_parallel_group(
+        **before
+        | {
+            "cp_group": group,
+            "cp_global_ranks": dist.get_process_group_ranks(group),
+            "cp_stream": before["cp_stream"] or _context_stream(),
+        }
     )
+    patches.on_undo(
+        f"{type(module).__name__}.set_context_parallel_group", lambda: module.set_context_parallel_group(**before)
+    )
+
+
+_TRANSFORMER_ENGINES_CONTEXT = (
+    "cp_group",
+    "cp_global_ranks",
+    "cp_stream",
+    "cp_comm_type",
+    "load_balancing_strategy",
+)
+"""What set_context_parallel_group takes, as far as the release at hand has it."""
+
+
+@functools.cache
+def _context_stream() -> torch.cuda.Stream:
+    """The second stream of all attention whose home has no context parallelism; memory is kept apart by stream."""
+    return torch.cuda.Stream()
