@@ -492,6 +492,36 @@ def test_the_gpu_check_explains_itself_and_says_where_there_is_no_gpu() -> None:
     assert lost.returncode == 2 and "/bin/false has no torch" in lost.stderr
 
 
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        ("echo '::b[x y] PASSED'; echo '::c SKIPPED'", 0, ["gpu_check: all steps passed"]),
+        ("echo '::b[x y] FAILED'; echo '::c PASSED'; exit 1", 1, []),
+        # As pytest has it: the name when a test begins, the rest when it ends.
+        (
+            "printf '::b[x y] '; sleep 600",
+            124,
+            ["gpu_check: not reached: ::b[x y]", "gpu_check: not reached: ::c"],
+        ),
+    ],
+    ids=["passes", "fails", "does not get through"],
+)
+def test_the_gpu_check_keeps_to_its_time_and_names_what_it_did_not_reach(
+    ending: str, code: int, said: list[str], tmp_path: Path
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"""#!/usr/bin/env bash
+        case "$*" in
+            *--collect-only*) printf '::a\\n::b[x y]\\n::c\\n\\n3 tests collected\\n' ;;
+            *pytest*-v) echo '::a PASSED'; {ending} ;;
+        esac
+        """)
+    python.chmod(0o755)
+    done = shell(ROOT / "scripts" / "gpu_check.sh", PYTHON=str(python), LIMIT="5")
+    assert done.returncode == code, (done.stdout, done.stderr)
+    assert [line for line in done.stdout.splitlines() if line.startswith("gpu_check: ")] == said
+
+
 def _gpu_check_on_cpu(rank: int, world_size: int, broken: bool) -> str:
     import contextlib
     import io
