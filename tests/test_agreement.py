@@ -67,6 +67,11 @@ def test_what_is_compared_of_a_file_of_the_environment_and_of_flags(
     chosen = [name for name in names if agreement._matters(name)]
     assert chosen == ["NVTE_FLASH_ATTN", "NCCL_ALGO"] and "CUDA_DEVICE_MAX_CONNECTIONS" in VARIABLES
     assert agreement._without_paths(["0.3", "/a/b", "0.7", "/c/d"]) == ["0.3", "(a path)", "0.7", "(a path)"]
+    # Whether a path is given at all, and switches whose names end as those of paths do.
+    values = (None, "", "out", True, False, ["out", "1e-3"])
+    assert [agreement._without_paths(value, is_path=True) for value in values] == [
+        None, "(a path)", "(a path)", True, False, ["(a path)", "1e-3"],
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------- in a real job
@@ -105,6 +110,15 @@ def _another_size(args: Any) -> None:
             setattr(args, name, 1)
 
 
+def _an_asynchronous_save(args: Any) -> None:
+    """Such a rank would wait at the first save for others that have saved already."""
+    args.async_save = True
+
+
+def _nothing_to_save_to(args: Any) -> None:
+    args.save = None
+
+
 def _another_version(args: Any) -> None:
     import torch
 
@@ -132,6 +146,8 @@ DIFFERENCES: dict[str, tuple[Callable[[], Change], str]] = {
     ),
     "size": (lambda: _another_size, "--tensor-model-parallel-size is '1' on rank 1, '2' on rank 0"),
     "seed": (lambda: _another_seed, "--seed is '7' on rank 1, '1234' on rank 0"),
+    "async save": (lambda: _an_asynchronous_save, "--async-save is 'True' on rank 1, '"),
+    "save": (lambda: _nothing_to_save_to, "--save is 'None' on rank 1, '(a path)' on rank 0"),
     "version": (lambda: _another_version, "the version of torch is '1.0' on rank 1, '"),
     "environment": (lambda: _another_algorithm, "the variable NCCL_ALGO is 'Ring' on rank 1, 'not set' on rank 0"),
     "data": (
@@ -145,9 +161,9 @@ DIFFERENCES: dict[str, tuple[Callable[[], Change], str]] = {
     "what",
     [name if name in ("file", "size") else pytest.param(name, marks=pytest.mark.long) for name in DIFFERENCES],
 )
-def test_a_job_whose_ranks_differ_ends_with_one_line_each(what: str) -> None:
+def test_a_job_whose_ranks_differ_ends_with_one_line_each(what: str, tmp_path: Path) -> None:
     make, message = DIFFERENCES[what]
-    line = arguments(tp=2, iterations=1)
+    line = arguments("--save", str(tmp_path), tp=2, iterations=1)
     with pytest.raises(AssertionError) as caught:
         # Rank 0 speaks first, the others when no launcher has ended them.
         train(Job(line, CONFIG, ranks=2, before=functools.partial(_given_to_rank_1, make())), grace=20)

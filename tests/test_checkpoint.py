@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from hotspa_megatron.hooks import checkpoint
 from hotspa_megatron.hooks.patching import Patches
 from tests.spawn import run_ranks
 from tests.test_data_faults import _no_process_group, refusal
@@ -438,6 +439,35 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_started(tmp_path: Path
             (folder / name).write_bytes(text if name == "metadata.json" else text[: len(text) // 2])
     line = refusal(Job(arguments(SHARDED, "--load", str(tmp_path)), GUEST, ranks=2, before=_no_process_group))
     assert line.startswith(f"--load: {folder} cannot be read (") and line.endswith("with --ckpt-step")
+
+
+def test_an_empty_tracker_is_refused_and_names_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    """As a rank leaves it that is killed while it writes it; Megatron ends with exit code 0, as if the job were done."""
+    unbroken("sharded")
+    whole, cut = tmp_path / "iter_0000003", tmp_path / "iter_0000006"
+    whole.symlink_to(workspace() / "sharded" / "iter_0000003")
+    cut.mkdir()
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    for more in ((), ("--ckpt-step", "3"), ("--finetune",)):
+        job = Job(arguments(SHARDED, "--load", str(tmp_path), *more), GUEST, ranks=2, before=_no_process_group)
+        assert refusal(job) == (
+            f"--load: {tracker} should name an iteration, and holds ''; the newest whole checkpoint is iter_0000003: write 3 "
+            "into it"
+        )
+
+
+@pytest.mark.parametrize("text", ["\0\0", "3 4", "-1", "releas"])
+def test_a_tracker_that_names_no_iteration_is_refused(tmp_path: Path, text: str) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text(text)
+    with pytest.raises(ValueError, match=r"should name an iteration, and holds .*; remove it to begin anew"):
+        checkpoint._check_tracker(tracker)
+    for right in ("12\n", "release"):
+        tracker.write_text(right)
+        checkpoint._check_tracker(tracker)
+    tracker.unlink()
+    checkpoint._check_tracker(tracker)
 
 
 # ----------------------------------------------------------------------- what stock Megatron lacks without Apex and TE

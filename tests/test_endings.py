@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hotspa_megatron.hooks import endings
+from hotspa_megatron.hooks import checkpoint_hooks, endings
 from hotspa_megatron.hooks.endings import INTERRUPTED, cause_in_files, peer_lost, state_of, told
 from hotspa_megatron.runtime.watchdog import Progress
 
@@ -42,10 +43,17 @@ def _caused(error: BaseException, cause: BaseException) -> BaseException:
         (AssertionError("sizes differ"), None),
         (KeyboardInterrupt(), None),
         (GLOO, None),
+        # Of the process that writes, not of what it writes.
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), None),
+        (EOFError("no more messages"), None),
     ],
 )  # fmt: skip
 def test_what_a_file_has_to_do_with_it(error: BaseException, cause: str | None) -> None:
-    assert cause_in_files(error) == cause
+    assert cause_in_files(error, reading=False) == cause
+
+
+def test_a_file_that_ends_early_is_one_only_where_it_is_read() -> None:
+    assert cause_in_files(EOFError("Ran out of input"), reading=True) == "Ran out of input"
 
 
 def test_a_shard_that_is_cut_short_is_a_files_fault(tmp_path: Path) -> None:
@@ -55,7 +63,7 @@ def test_a_shard_that_is_cut_short_is_a_files_fault(tmp_path: Path) -> None:
             file.truncate(keep)
         with pytest.raises(Exception) as caught:
             torch.load(tmp_path / "shard")
-        assert cause_in_files(caught.value) is not None
+        assert cause_in_files(caught.value, reading=True) is not None
 
 
 @pytest.mark.parametrize(
@@ -67,6 +75,12 @@ def test_a_shard_that_is_cut_short_is_a_files_fault(tmp_path: Path) -> None:
         (RuntimeError("shape '[2]' is invalid for input of size 3"), False),
         (ValueError("gloo/transport"), False),
         (FULL, False),
+        # A backend says of its own rank, too, that it failed; that is the first message, which must not pass for a second.
+        (dist.DistBackendError("NCCL error in: NCCLUtils.cpp:94, unhandled cuda error, ncclUnhandledCudaError"), False),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, ncclSystemError: socketProgress: card failed"), False),
+        (dist.DistBackendError("NCCL error in: x.cpp:1, ncclRemoteError: A call failed possibly due to a peer"), True),
+        (dist.DistBackendError("NCCL error: ncclSystemError, Connection closed by remote peer node7"), True),
+        (dist.DistBackendError("NCCL communicator was aborted on rank 1."), True),
     ],
 )
 def test_whether_another_rank_was_lost(error: BaseException, lost: bool) -> None:
@@ -106,3 +120,30 @@ def test_the_last_whole_checkpoint_and_the_room_are_said(tmp_path: Path) -> None
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     text = state_of(str(tmp_path))
     assert " MiB are free there; the last whole one in " in text and text.endswith("is that of iteration 7")
+
+
+@pytest.mark.parametrize("error", [FULL, ValueError("x")])
+def test_an_asynchronous_save_that_finds_no_room_is_one_line(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its writers' errors come up steps later, in another function of Megatron's than the one that saves."""
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+
+    def finalize(blocking: bool = False) -> None:
+        raise CheckpointException("write", {0: (error, None)})  # type: ignore[dict-item]
+
+    session = SimpleNamespace(args=SimpleNamespace(save=str(tmp_path)))
+    for current in (session, None):
+        monkeypatch.setattr(checkpoint_hooks, "current_session", lambda current=current: current)
+        # torch's own for checkpoints is no Exception.
+        with pytest.raises(BaseException) as caught:
+            checkpoint_hooks.say_why_not_finished(finalize)(blocking=True)
+        said = capsys.readouterr().err
+        if current is session and error is FULL:
+            assert isinstance(caught.value, SystemExit) and caught.value.code == 1
+            start = (
+                "hotspa: a checkpoint that was being written meanwhile cannot be saved: rank 0: No space left on device"
+            )
+            assert said.startswith(start) and said.endswith("is that of iteration 7\n") and said.count("\n") == 1
+        else:
+            assert isinstance(caught.value, CheckpointException) and not said

@@ -5,6 +5,7 @@ Ranks are objects here, beside one store and one clock that the test moves; trai
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
@@ -179,8 +180,30 @@ def _until(condition: Any) -> None:
         time.sleep(0.05)
 
 
-def _fails() -> Any:
+def _fails(*_: object) -> Any:
     raise ConnectionError("no store")
+
+
+def test_a_store_that_comes_back_is_beaten_to_again() -> None:
+    """Its owner may be stopped for a minute and go on: a rank that had given up would be taken for a stopped one."""
+    store, calls, said = _Memory(), itertools.count(1), list[str]()
+
+    def connect() -> _Memory:
+        if next(calls) in (1, 2):
+            raise ConnectionError("no store")
+        return store
+
+    watchdog = _watch(connect, said, seconds=3600.0)
+    watchdog.interval = 0.01  # type: ignore[misc]
+    watchdog.start()
+    _until(lambda: "1" in store.values)
+    assert not watchdog._lost
+    store.set = _fails  # type: ignore[method-assign, assignment]
+    _until(lambda: watchdog._lost)
+    del store.set
+    store.values.clear()
+    _until(lambda: "1" in store.values and not watchdog._lost)
+    watchdog.stop()
 
 
 def test_a_store_that_is_lost_costs_a_job_nothing() -> None:
@@ -201,4 +224,5 @@ def test_a_store_that_is_lost_costs_a_job_nothing() -> None:
         )
     one.stop()
     other.stop()
-    assert threading.active_count() == before
+    # One may still be trying to reach the store, and ends when that fails.
+    _until(lambda: threading.active_count() == before)

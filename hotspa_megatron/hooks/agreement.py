@@ -13,6 +13,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import re
 import sys
 import time
 from collections import Counter
@@ -35,7 +36,8 @@ from hotspa_megatron.strict_yaml import shown
 
 _OF_A_RANK: Final = frozenset({"rank", "local_rank"})
 _PATHS: Final = ("path", "dir", "file", "folder", "prefix", "save", "load", "hotspa_config")
-"""How the names of flags end that hold paths."""
+"""How the names of flags end that hold paths; some that end so are switches, as --async-save."""
+_NUMBER: Final = re.compile(r"[0-9.]+(e-?[0-9]+)?")
 VARIABLES: Final = (
     # What is computed, and in which order sums are taken.
     *("CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCHDYNAMO_DISABLE"),
@@ -71,9 +73,9 @@ def given(args: Any, resolved: ResolvedConfig) -> dict[str, str]:
     config = {f"{key} of the --hotspa-config file": value for key, value in resolved.config.contents().items()}
     shape = {f"the model's {name}": value for name, value in dataclasses.asdict(resolved.shape).items()}
     flags = {
-        f"--{name.replace('_', '-')}": _without_paths(value)
+        f"--{name.replace('_', '-')}": _without_paths(value, is_path=name.endswith(_PATHS))
         for name in _flags
-        if name not in _OF_A_RANK and not name.endswith(_PATHS)
+        if name not in _OF_A_RANK
         for value in [getattr(args, name, None)]
         if _is_plain(value)
     }
@@ -149,10 +151,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, Enum))
 
 
-def _without_paths(value: Any) -> Any:
+def _without_paths(value: Any, *, is_path: bool = False) -> Any:
+    """What is left to compare: that a path was given, shares of a blend, and whatever is no text."""
     if isinstance(value, (list, tuple)):
-        return [_without_paths(each) for each in value]
-    return "(a path)" if isinstance(value, str) and os.sep in value else value
+        return [_without_paths(each, is_path=is_path) for each in value]
+    if not isinstance(value, str) or _NUMBER.fullmatch(value):
+        return value
+    return "(a path)" if is_path or os.sep in value else value
 
 
 def _matters(name: str) -> bool:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hotspa_megatron.config import HotSPaConfig
 from hotspa_megatron.hooks import compat
-from hotspa_megatron.strict_yaml import config_error, one_line
+from hotspa_megatron.strict_yaml import config_error, one_line, shown
 
 MARK: Final = "hotspa_samples"
 """The saved argument that holds a ``SampleKind``."""
@@ -102,11 +104,14 @@ def saved_for_one_layout(args: Any) -> str | None:
 
 
 def _saved(args: Any) -> _Saved | None:
-    if args.load is None or args.finetune or args.non_persistent_ckpt_type is not None:
+    if args.load is None or args.non_persistent_ckpt_type is not None:
         return None
     from megatron.core import dist_checkpointing
     from megatron.training import checkpointing
 
+    _check_tracker(Path(checkpointing.get_checkpoint_tracker_filename(args.load)))
+    if args.finetune:
+        return None
     folder = checkpointing.get_load_checkpoint_path_by_args(args)
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(folder):
@@ -123,6 +128,24 @@ def _saved(args: Any) -> _Saved | None:
         return None
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     return _Saved(common["args"], metadata.get("distrib_optim_sharding_type"))
+
+
+def _check_tracker(tracker: Path) -> None:
+    """ValueError for a tracker that says nothing, as one whose writing was cut short; Megatron would end with exit code 0."""
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except OSError:  # there is none, and nothing is loaded; or Megatron says why it cannot be read
+        return
+    if text == "release" or re.fullmatch("[0-9]+", text):
+        return
+    whole = [path.name for path in sorted(tracker.parent.glob("iter_*")) if (path / "metadata.json").is_file()]
+    number = int(whole[-1].removeprefix("iter_")) if whole and whole[-1][5:].isdigit() else None
+    fix = (
+        "remove it to begin anew"
+        if number is None
+        else f"the newest whole checkpoint is {whole[-1]}: write {number} into it"
+    )
+    raise ValueError(f"--load: {tracker} should name an iteration, and holds {shown(text)}; {fix}")
 
 
 @contextlib.contextmanager

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from hotspa_megatron.hooks import checkpoint, endings
-from hotspa_megatron.hooks.session import current_session, refuse, say
+from hotspa_megatron.hooks.session import Session, current_session, refuse, say
 
 
 def count_samples_of_this_job(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,15 +66,35 @@ def say_why_not_saved(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(iteration, *positional, **options)
         except BaseException as error:  # torch's own for checkpoints is no Exception
-            cause = endings.cause_in_files(error)
-            if cause is None:
-                raise
-            problem = f"the checkpoint of iteration {iteration} cannot be saved: {cause}"
-            refuse(OSError(f"{problem}; {endings.state_of(session.args.save)}"), code=1)
+            _refuse_unsaved(session, f"the checkpoint of iteration {iteration}", error)
         session.progress.at("after the save")
         return result
 
     return save_checkpoint
+
+
+def say_why_not_finished(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an asynchronous save: what its writers met is raised here, steps later."""
+
+    @functools.wraps(original)
+    def maybe_finalize_async_save(*positional: Any, **options: Any) -> Any:
+        session = current_session()
+        try:
+            return original(*positional, **options)
+        except BaseException as error:
+            if session is None:
+                raise
+            _refuse_unsaved(session, "a checkpoint that was being written meanwhile", error)
+
+    return maybe_finalize_async_save
+
+
+def _refuse_unsaved(session: Session, what: str, error: BaseException) -> NoReturn:
+    """End with one line where files are the cause; raise every other error as it is."""
+    cause = endings.cause_in_files(error, reading=False)
+    if cause is None:
+        raise error
+    refuse(OSError(f"{what} cannot be saved: {cause}; {endings.state_of(session.args.save)}"), code=1)
 
 
 def say_why_not_loaded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -84,7 +104,7 @@ def say_why_not_loaded(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*positional, **options)
         except BaseException as error:
             session = current_session()
-            cause = endings.cause_in_files(error)
+            cause = endings.cause_in_files(error, reading=True)
             if session is None or cause is None:
                 raise
             problem = f"the checkpoint in {session.args.load} cannot be loaded: {cause}"

@@ -66,6 +66,7 @@ HOOKED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
         "dummy_train_step": ("data_iterator",),
         "training_log": ("iteration",),
         "print_rank_last": ("message",),
+        "maybe_finalize_async_save": (),
         "train": (),
     },
     "megatron.core.timers": {"Timers.log": ("names",), "Timers.write": ("names",)},

@@ -27,8 +27,9 @@ INTERRUPTED: Final = 130
 _YIELD_S: Final = 3.0
 _SHOWN: Final = 300
 _OF_A_PEER: Final = re.compile(
-    r"gloo/transport|Connection (closed|reset) by peer|Broken pipe|Timed out waiting|Socket Timeout|NCCL error|"
-    r"NCCL communicator was aborted|Application timeout caused pair closure"
+    r"gloo/transport|Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting|Socket Timeout|"
+    r"ncclRemoteError|NCCL communicator was aborted|Watchdog caught collective operation timeout|"
+    r"Application timeout caused pair closure"
 )
 _OF_A_FILE: Final = re.compile(
     r"PytorchStream(Reader|Writer)|central directory|unexpected pos|storage has wrong byte size|Worker failure.*OSError"
@@ -61,16 +62,19 @@ def told(progress: Callable[[], Progress | None], say: Callable[[str], None]) ->
 def peer_lost(error: BaseException) -> str | None:
     """The first line of an error that only says that another rank is gone or does not answer; None for others."""
     for _, each in _behind(error):
-        if isinstance(each, (dist.DistBackendError, dist.DistNetworkError)):
+        # A backend's error may as well have its cause on this rank: a CUDA error, or a network card that fails.
+        if isinstance(each, dist.DistNetworkError):
             return _first_line(each)
         if isinstance(each, RuntimeError) and _OF_A_PEER.search(str(each)):
             return _first_line(each)
     return None
 
 
-def cause_in_files(error: BaseException) -> str | None:
+def cause_in_files(error: BaseException, *, reading: bool) -> str | None:
     """What a file system or a file's content has to do with a failed save or load, in one line; None for nothing."""
     for where, each in _behind(error):
+        if isinstance(each, ConnectionError) or (isinstance(each, EOFError) and not reading):
+            continue  # of a process or a socket, not of a file
         if isinstance(each, OSError) and each.errno is not None:
             return f"{where}{each.strerror}{f' ({each.filename})' if each.filename else ''}"
         if isinstance(each, CheckpointException):  # whose text is that of all it packs

@@ -51,11 +51,12 @@ def install() -> None:
     patches.wrap(megatrons, "print_rank_last", training.complete_line)
     patches.wrap(timers.Timers, "log", training.show_timers)
     patches.wrap(timers.Timers, "write", training.show_timers)
-    patches.wrap(megatrons, "train", training.watch_and_end_reports_after)
+    patches.wrap(megatrons, "train", training.watch_and_end_reports)
     # Where a rank is, for the watchdog, and what is said when it does not get on.
     patches.wrap(schedules, "forward_step", functools.partial(training.noting, "forward"))
     patches.wrap(schedules, "backward_step", functools.partial(training.noting, "backward"))
     patches.wrap(megatrons, "save_checkpoint", checkpoint_hooks.say_why_not_saved)
+    patches.wrap(megatrons, "maybe_finalize_async_save", checkpoint_hooks.say_why_not_finished)
     patches.wrap(megatrons, "load_checkpoint", checkpoint_hooks.say_why_not_loaded)
 
 

@@ -29,7 +29,7 @@ from hotspa_megatron.planning.step_plan import StepPlanner
 from hotspa_megatron.planning.topology import Topology
 from hotspa_megatron.runtime.group_pool import GroupPool
 from hotspa_megatron.runtime.transport import BatchedTransport
-from hotspa_megatron.runtime.watchdog import Progress
+from hotspa_megatron.runtime.watchdog import Progress, Watchdog
 from hotspa_megatron.strategy import Kind
 
 STEP_LOG_VARIABLE: Final = "HOTSPA_STEP_LOG"
@@ -62,6 +62,13 @@ class Session:
         self.folder = _run_folder(args, resolved.config.trace)
         self.report: StepReport | None = None
         self.trace: Trace | None = None
+        self.watchdog: Watchdog | None = None
+
+    def stop_watching(self) -> None:
+        """End the watchdog's threads, where they run."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            self.watchdog = None
 
     @property
     def planner(self) -> StepPlanner:

@@ -77,7 +77,11 @@ def remember_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
         global _forward_step
         _forward_step = signature.bind(*positional, **options).arguments["forward_step_func"]
         with endings.told(_progress, say_here):
-            return original(*positional, **options)
+            try:
+                return original(*positional, **options)
+            finally:
+                if session := current_session():
+                    session.stop_watching()
 
     return pretrain
 

@@ -148,23 +148,22 @@ def show_timers(original: Callable[..., Any]) -> Callable[..., Any]:
     return show
 
 
-def watch_and_end_reports_after(original: Callable[..., Any]) -> Callable[..., Any]:
+def watch_and_end_reports(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(*positional: Any, **options: Any) -> Any:
         session = current_session()
         if session is None:
             return original(*positional, **options)
-        ended, watchdog = False, _watchdog(session)
+        ended, session.watchdog = False, _watchdog(session)
         try:
             result = original(*positional, **options)
             ended = True
+            session.progress.at("after the last step")  # the last evaluation and the last save come now
             return result
         except SystemExit as end:  # Megatron's own way out, on all ranks: --exit-interval and its like
             ended = not end.code
             raise
         finally:
-            if watchdog is not None:
-                watchdog.stop()
             if session.report is not None:
                 session.report.close()
                 if session.trace is not None:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ _SHOWN: Final = 4
 _PER_LIMIT: Final = 30
 """Beats in the time that a stall takes to be named; at most one a second."""
 _STORE_S: Final = 20
+_LONGEST_PAUSE_S: Final = 60.0
+"""Between attempts to reach a store that does not answer."""
 _JOIN_S: Final = 2.0
 _WAITING_FILES: Final = ("p2p_communication.py", "param_and_grad_buffer.py", "transport.py")
 """Where ranks wait for each other outside of torch.distributed: in Megatron's pipelines and reductions, and in our moves."""
@@ -256,15 +259,19 @@ class Watchdog:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _beat(self) -> None:
-        try:
-            if self._connect is None:
-                return
-            store = self._connect()
-            while not self._ended.is_set():
-                self.exchange(store)
-                self._ended.wait(self.interval)
-        except Exception:  # whatever the store does, a training goes on without this
-            self._lost = True
+        pause = self.interval
+        while self._connect is not None and not self._ended.is_set():
+            try:
+                store = self._connect()
+                while not self._ended.is_set():
+                    self.exchange(store)
+                    self._lost, pause = False, self.interval
+                    self._ended.wait(self.interval)
+            except Exception:  # whatever the store does, a training goes on without it
+                self._lost = True
+                # Its owner may only have stood still: ranks that never beat again would be taken for stopped ones.
+                self._ended.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _look(self) -> None:
         while not self._ended.wait(self.interval):
@@ -352,6 +359,8 @@ def connection_beside(store: Any) -> Callable[[], Store] | None:
     prefix = f"hotspa/watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
     def connect() -> Store:
+        # A socket first: where nobody listens any more, the store itself would try for long and print its own stack.
+        socket.create_connection((host, port), timeout=_STORE_S).close()
         own = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_S))
         return PrefixStore(prefix, own)
 
