@@ -21,25 +21,34 @@ SCONTROL = (
     + "".join(f"'{given}') printf '%s\\n' {nodes} ;;\n" for given, nodes in LISTS.items())
     + "*) exit 1 ;;\nesac\n"
 )
+UNSET = ("MASTER_ADDR", "SLURM_ARRAY_TASK_ID")
 SRUN = '#!/bin/sh\n{ env; echo "== $*"; } > "$SAID"\n'
 
 
-def started(tmp_path: Path, nodes: str, **variables: str) -> tuple[dict[str, str], str]:
-    """The environment and the arguments that srun is given by a job on these nodes."""
+def submitted(tmp_path: Path, nodes: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A job on these nodes; what srun is given goes to the file "said"."""
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("scancel", "#!/bin/sh\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = {
-        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURM_NNODES": str(len(LISTS[nodes].split())),
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURM_NNODES": str(len(LISTS.get(nodes, "a").split())),
         "SLURM_CPUS_ON_NODE": "16", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_SUBMIT_HOST": "login",
         "RANKS_PER_NODE": "4", "PYTHON": sys.executable, "SCRIPT": str(REPOSITORY / "examples" / "pretrain_small.py"),
         "CHECKPOINTS": str(tmp_path), "SAID": str(tmp_path / "said"), **variables,
     }  # fmt: skip
-    done = subprocess.run(
+    environment = {
+        name: value for name, value in {**os.environ, **environment}.items() if name not in UNSET or name in variables
+    }
+    return subprocess.run(
         ["bash", FOLDER / "pretrain_gpt_hotspa.sbatch", "--hotspa-config", "x.yaml"],
-        env={**os.environ, **environment, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        env={**environment, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
+
+
+def started(tmp_path: Path, nodes: str, **variables: str) -> tuple[dict[str, str], str]:
+    """The environment and the arguments that srun is given by a job on these nodes."""
+    done = submitted(tmp_path, nodes, **variables)
     assert done.returncode == 0, done.stderr
     said, _, command = (tmp_path / "said").read_text().rpartition("== ")
     return dict(line.split("=", 1) for line in said.splitlines() if "=" in line), command
@@ -66,3 +75,28 @@ def test_a_requeued_job_takes_another_port_and_the_same_checkpoints(tmp_path: Pa
     again, after = started(tmp_path, "n[01-02]", SLURM_RESTART_COUNT="1")
     assert first["MASTER_PORT"] != again["MASTER_PORT"] and first["MASTER_ADDR"] == again["MASTER_ADDR"]
     assert after == command and f"--save {tmp_path} --load {tmp_path}" in command
+
+
+def test_an_address_that_is_set_already_stays(tmp_path: Path) -> None:
+    """Another network's name of the first node, for instance."""
+    environment, _ = started(tmp_path, "n[01-02]", MASTER_ADDR="n01-ib0")
+    assert environment["MASTER_ADDR"] == "n01-ib0"
+    environment, _ = started(tmp_path, "n[01-02]", MASTER_ADDR="")
+    assert environment["MASTER_ADDR"] == "n01"
+
+
+@pytest.mark.parametrize("nodes", ["", "z[1-2]"])
+def test_without_an_address_nothing_is_started(tmp_path: Path, nodes: str) -> None:
+    done = submitted(tmp_path, nodes)
+    assert done.returncode == 2 and not (tmp_path / "said").exists()
+    assert done.stderr == (
+        f"slurm: SLURM_JOB_NODELIST={nodes}: scontrol names no node; set MASTER_ADDR to the first node's address\n"
+    )
+
+
+def test_tasks_of_an_array_have_checkpoints_of_their_own(tmp_path: Path) -> None:
+    said = [
+        started(tmp_path, "solo", CHECKPOINTS="", SLURM_JOB_NAME="run", SLURM_ARRAY_TASK_ID=task)[1] for task in "12"
+    ]
+    assert [f"/checkpoints/run-{task} --load" in each for task, each in zip("12", said, strict=True)] == [True, True]
+    assert "/checkpoints/run --load" in started(tmp_path, "solo", CHECKPOINTS="", SLURM_JOB_NAME="run")[1]

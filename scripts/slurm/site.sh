@@ -13,8 +13,9 @@ RANKS_PER_NODE=${RANKS_PER_NODE:-${SLURM_NTASKS_PER_NODE:-8}}
 # The interpreter that has torch, Megatron and hotspa_megatron, and the training script, on every node.
 PYTHON=${PYTHON:-python3}
 SCRIPT=${SCRIPT:-${MEGATRON_LM_PATH:-/opt/Megatron-LM}/pretrain_gpt.py}
-# Where checkpoints go, on a file system that all nodes share. Saved to, and loaded from once there is one.
-CHECKPOINTS=${CHECKPOINTS:-$PWD/checkpoints/${SLURM_JOB_NAME:-hotspa}}
+# Where checkpoints go, on a file system that all nodes share. Saved to, and loaded from once there is one. The tasks of an
+# array are trainings of their own.
+CHECKPOINTS=${CHECKPOINTS:-$PWD/checkpoints/${SLURM_JOB_NAME:-hotspa}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}}
 # Steps between checkpoints, beside those before an end; Megatron's own --save-interval wins.
 SAVE_INTERVAL=${SAVE_INTERVAL:-1000}
 # What tells ranks to save and end. URG means nothing to processes that do not listen, such as a checkpoint's writers: where
@@ -43,7 +44,12 @@ command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such interpreter; wr
 
 # The first node in Slurm's order has rank 0, to which all others connect. Ranks of a node, and neighbouring nodes, are
 # neighbours: node ranks are static, as a rendezvous would sort nodes by name, node10 before node2.
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# MASTER_ADDR, where it is set already, is another name of that node: of its fast network, for instance.
+if [[ -z ${MASTER_ADDR:-} ]]; then
+    MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" | head -n 1) || true
+    [[ -n $MASTER_ADDR ]] ||
+        fail "SLURM_JOB_NODELIST=${SLURM_JOB_NODELIST:-}: scontrol names no node; set MASTER_ADDR to the first node's address"
+fi
 # Another one after every restart: connections of the last one may still be closing.
 MASTER_PORT=$((20000 + (SLURM_JOB_ID * 7 + ${SLURM_RESTART_COUNT:-0}) % 10000))
 export MASTER_ADDR MASTER_PORT LAUNCHER RANKS_PER_NODE PYTHON EXIT_SIGNAL
