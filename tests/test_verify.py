@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -178,7 +179,10 @@ def test_what_the_ranks_noted_is_put_together() -> None:
         [noted(1, loss=False, seconds=9.0, peak=5), noted(2, loss=False, seconds=1.0, peak=5)],
         [noted(1, loss=True, seconds=8.0, peak=7), noted(2, loss=True, seconds=3.0, peak=7)],
     ]
-    step = {"switches": [{"bytes": 500, "seconds": 1e-6}], "segments": [{"strategy": "tp1", "kind": "guest"}]}
+    step = {
+        "switches": [{"bytes": 500, "seconds": 0.0, "under_way_s": 1e-6}],
+        "segments": [{"strategy": "tp1", "kind": "guest"}],
+    }
     said = (
         "hotspa: 14 process groups of several ranks, 1,005 of them beside home's, made in 0.3 s; NCCL would take about "
         "2,300 MiB of a rank's memory for what is added (assumed)\n"
@@ -191,6 +195,27 @@ def test_what_the_ranks_noted_is_put_together() -> None:
         measured("config", ranks, [], said, steps=3)
     with pytest.raises(RunFailed, match="no rank reported a loss"):
         measured("config", ranks[:1], [], said, steps=2)
+
+
+def test_the_table_shows_differences_beside_the_noise_times_moves_memory_and_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = runs(loss=1 + 2e-5, groups=14, groups_added=5, groups_mib=2300, switch_bytes=3 * 10**9, switch_s=1.5)
+    verify._print(found, judge(found, TOLERANCE), tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0] == "Steps 1 to 2, compared with static"
+    columns = ["run", "loss off by", "gradient norm off by", "step", "switches", "peak memory", "groups"]
+    assert re.split(" {2,}", lines[1].strip()) == columns
+    table = [re.split(" {2,}", line.strip()) for line in lines[2:5]]
+    assert table[0] == ["static", "-", "-", "1.00 s", "-", "1.00 GiB", "-"]
+    assert table[1][:4] == ["other order", "1.0e-06", "2.0e-05", "1.00 s"]
+    assert table[2] == [
+        "config", "2.0e-05", "0.0e+00", "1.00 s", "3.000 GB at 2.00 GB/s", "1.00 GiB", "14 (5 added, 2,300 MiB)",
+    ]  # fmt: skip
+    assert lines[6].startswith("noise (other order of sums): loss 1.0e-06, gradient norm 2.0e-05; allowed: 1.0e-05")
+    assert lines[7].startswith("FAIL: config: the loss differs by 2.0e-05")
+    verify._print(runs(), judge(runs(), TOLERANCE), tmp_path)
+    assert "PASS: config: the same training as under one strategy" in capsys.readouterr().out
 
 
 # -------------------------------------------------------------------------------------------------------------- for real
