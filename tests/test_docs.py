@@ -1,12 +1,14 @@
 """The documentation says what the code does: its commands, files, links and tables.
 
-Commands under "(runs in the tests)" are run as they stand. The others take a cluster or minutes: of them the options, the
-files and Megatron's flags are checked, and nothing is started.
+Commands under "(runs in the tests)" are run as they stand. The others take a cluster or minutes, as those do that stand within
+the text: of them variables, options, files and Megatron's flags are checked, and nothing is started.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import functools
 import re
 import shlex
 import subprocess
@@ -23,9 +25,12 @@ import pytest
 from hotspa_megatron.cli.described_run import check_flags
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.config import load_config
+from hotspa_megatron.hooks.recompute import _SWITCHES
 from tests.spawn import REPOSITORY
 from tests.test_lengths import write_index
+from tests.test_patches import PATCHES, make_checkout
 from tests.test_plan_command import BATCH, MODEL
+from tests.test_report import logged, write_steps
 from tests.training import run_module
 
 PAGES = [
@@ -75,7 +80,7 @@ def named(fence: Fence) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the pages suppose to be there: a corpus, a launch script, a configuration."""
+    """What the pages suppose to be there: a corpus, a launch script, a configuration, a checkout, a run's folder."""
     lengths = np.minimum(np.exp(np.random.default_rng(5).normal(6, 1.2, 400)).astype(int) + 2, 8000)
     (tmp_path / "data").mkdir()
     write_index(tmp_path / "data" / "my_text_document", [int(length) for length in lengths])
@@ -87,31 +92,44 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     for name in ("hotspa.yaml", "planned.yaml"):
         (tmp_path / name).write_text(configuration)
+    make_checkout(tmp_path / "Megatron-LM", PATCHES[-1])
+    write_steps(tmp_path / "checkpoints" / "watched", *(logged(iteration) for iteration in range(1, 5)))
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+VARIABLE = r"[A-Z_]+=\S*"
+
+
 def words_of(command: str) -> list[str]:
-    """A command's words with the variables that the pages use."""
+    """A command's words after its variables, with what the pages write for the user's own arguments and data."""
+    command = command.replace("YOUR ARGUMENTS", "$GPT_ARGS").replace("YOUR_DATA_PREFIX", "data/my_text_document")
     words = []
     for word in shlex.split(command, comments=True):
         words += MEGATRON if word == "$GPT_ARGS" else [word]
-    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+    while words and re.fullmatch(VARIABLE, words[0]):
         del words[0]
     return words
 
 
-@pytest.mark.parametrize(
-    "fence", [each for each in blocks("bash", "console") if each.before.rstrip(":").endswith(RUNS)], ids=named
-)
+def said_to_run(fence: Fence) -> bool:
+    return fence.before.rstrip(":").endswith(RUNS)
+
+
+@pytest.mark.parametrize("fence", [each for each in blocks("bash", "console") if said_to_run(each)], ids=named)
 def test_commands_that_are_said_to_run_do(fence: Fence, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert fence.commands()
     for command in fence.commands():
         program, *arguments = words_of(command)
-        assert program == "hotspa", f"{command}: only hotspa commands are cheap enough"
-        if arguments[0] == "bench":  # imports Megatron, for which it installs the CPU stand-in
+        if program == "bash":
+            done = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+            assert done.returncode == 0 and done.stdout and not done.stderr, f"{command}: {done.stderr}"
+            continue
+        assert program == "hotspa", f"{command}: teach this test about {program}"
+        if arguments[0] in ("bench", "doctor"):  # import Megatron, for which bench installs the CPU stand-in
             done = run_module("hotspa_megatron.cli.main", *arguments)
             assert done.returncode == 0 and done.stdout, f"{command}: {done.stderr}"
             continue
@@ -123,16 +141,28 @@ def test_commands_that_are_said_to_run_do(fence: Fence, folder: Path, capsys: py
         assert code == 0 and written.out and not written.err, f"{command}: {written.err}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_is_said_to_run_stands_above_commands(page: Path) -> None:
+    """In the very words that are looked for."""
+    said = re.findall(rf"{RUNS.strip('()')}\W*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(said) == sum(said_to_run(fence) and bool(fence.commands()) for fence in fences(page))
+
+
 class Outside(Exception):
     """A program that no check is known for."""
 
 
 def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raise where a command names an option, a file or a flag of Megatron's that is not there; start nothing."""
+    """Raise where a command names a variable, an option, a file or a flag of Megatron's that is not there; start nothing."""
     program, *arguments = words_of(command)
     for word in (program, *arguments):
         if re.match(r"(scripts|examples|docker|patches|tests|docs)/", word):
             assert (REPOSITORY / word).exists(), f"{command}: {word} is not there"
+    script = next((word for word in (program, *arguments) if word.startswith(("scripts/", "examples/"))), None)
+    for word in shlex.split(command, comments=True):
+        if not re.fullmatch(VARIABLE, word):
+            break
+        assert reads(word.partition("=")[0], script), f"{command}: nothing reads {word}"
     if program == "hotspa":
         parsed(arguments, monkeypatch)
     elif program == "torchrun":
@@ -140,29 +170,82 @@ def check(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     elif program == "bash" or program.startswith("scripts/"):
         script, *options = [program, *arguments] if program != "bash" else arguments
         text = (REPOSITORY / script).read_text()
+        handed_on = '"$@"' in text
+        if module := re.search(r"-m (examples\.demo) ", text):
+            handed_on, text = False, (REPOSITORY / module[1].replace(".", "/") / "__main__.py").read_text()
         for option in options:
-            assert not option.startswith("--") or option in text or '"$@"' in text, (
+            assert not option.startswith("--") or has(text, option) or handed_on, (
                 f"{command}: {option} is not an option"
             )
+    elif program == "sbatch":
+        under_sbatch(arguments, monkeypatch)
+    elif program in KNOWN:
+        known_to(program, arguments)
     elif program == "srun":
         launcher = next(index for index, word in enumerate(arguments) if word in ("torchrun", "python", "bash"))
         check(shlex.join(arguments[launcher:]), monkeypatch)
     elif program == "python" and arguments[:1] == ["-m"]:
         assert arguments[1] in ("pytest", "hotspa_megatron.launch", "hotspa_megatron.cli.main"), command
-    elif program not in (
-        "pip",
-        "source",
-        "cd",
-        "export",
-        "git",
-        "sbatch",
-        "docker",
-        "podman",
-        "buildah",
-        "curl",
-        "scancel",
-    ):
+    else:
         raise Outside(f"{command}: teach this test about {program}")
+
+
+def has(text: str, word: str) -> bool:
+    return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text) is not None
+
+
+def reads(variable: str, script: str | None) -> bool:
+    """Whether the script, or what it sources, looks at this variable; without one, whether the package does."""
+    if script is None:
+        code = (path.read_text(encoding="utf-8") for path in (REPOSITORY / "hotspa_megatron").rglob("*.py"))
+        return any(f'"{variable}"' in text for text in code)
+    path = REPOSITORY / script
+    text = "".join(each.read_text(encoding="utf-8") for each in (path, *path.parent.glob("site.sh")))
+    return re.search(rf"\$\{{?{variable}\b", text) is not None
+
+
+SBATCH = ("--nodes", "--ntasks-per-node", "--gpus-per-node", "--gres", "--time", "--partition", "--account")
+"""Options of sbatch's that the pages may use; each takes a value."""
+
+KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
+    "pip": {"install": ("--no-deps", "--require-hashes", "-r"), "uninstall": ()},
+    "docker": {"run": ("--rm", "--gpus", "--shm-size", "--ulimit", "--network")},
+    "source": {".venv/bin/activate": ()},
+}
+"""Other people's commands that the pages may use: what follows them, and the options of that."""
+
+
+def known_to(program: str, arguments: list[str]) -> None:
+    assert arguments and arguments[0] in KNOWN[program], f"{program} {shlex.join(arguments)}"
+    options = KNOWN[program][arguments[0]]
+    for word, before in zip(arguments[1:], arguments, strict=False):
+        if word.startswith("-"):
+            assert word in options, f"{program} {arguments[0]}: {word} is not an option"
+        elif program == "pip":
+            assert (REPOSITORY / word).is_file() if before == "-r" else (REPOSITORY / word / "setup.cfg").is_file(), (
+                word
+            )
+        elif program == "docker" and (before == "--rm" or not before.startswith("-")):
+            tags = re.findall(r"\btag=([\w-]+)", (REPOSITORY / "scripts" / "build_image.sh").read_text())
+            assert word in tags, f"no image {word}; build_image.sh makes {tags}"
+
+
+def under_sbatch(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of Slurm's, a script that bash can read, and what that script hands its arguments to."""
+    while arguments and arguments[0].startswith("-"):
+        option, joined, _ = arguments[0].partition("=")
+        assert option in SBATCH, f"sbatch: {option} is not an option"
+        arguments = arguments[1 if joined else 2 :]
+    script, *rest = arguments
+    assert script.endswith(".sbatch")
+    subprocess.run(["bash", "-n", REPOSITORY / script], check=True)
+    text = (REPOSITORY / script).read_text()
+    if "-m hotspa_megatron.launch" in text:
+        assert '"$SCRIPT" ' in text and '"$@"' in text
+        under_torchrun(["-m", "hotspa_megatron.launch", "pretrain_gpt.py", *rest], monkeypatch)
+    else:
+        (subcommand,) = re.findall(r'"\$\{hotspa\[@\]\}" (\w+) .*"\$@"', text)
+        parsed([subcommand, "--world-size", "32", "--profile", "cluster.yaml", *rest], monkeypatch)
 
 
 def parsed(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,12 +298,102 @@ def test_commands_name_what_there_is(fence: Fence, folder: Path, monkeypatch: py
         "bash scripts/build_image.sh --no-such-option",
         "torchrun --nproc-per-node 8 -m hotspa_megatron.launch pretrain_gpt.py --num-layer 3",
         "torchrun --nproc-per-nodes 8 examples/pretrain_small.py",
+        "HOTSPA_STEP_LOGS=steps.jsonl torchrun --nproc-per-node 8 examples/pretrain_small.py",
+        "HOTSPA_LOCK=1 bash scripts/setup.sh",
+        "bash scripts/demo.sh --iteration 3",
+        "sbatch scripts/slurm/train.sbatch --hotspa-config hotspa.yaml $GPT_ARGS",
+        "sbatch --node 4 scripts/slurm/verify.sbatch --hotspa-config hotspa.yaml $GPT_ARGS",
+        "sbatch scripts/slurm/verify.sbatch --hotspa-config hotspa.yaml --num-layer 3",
+        "sbatch scripts/slurm/plan.sbatch --corpsu data/my_text_document -- $GPT_ARGS",
+        "CHECKPOINT=/data sbatch scripts/slurm/pretrain_gpt_hotspa.sbatch --hotspa-config hotspa.yaml $GPT_ARGS",
+        "pip install --nodeps .",
+        "pip install docs",
+        "pip install --require-hashes -r requirements/none.txt",
+        "docker build .",
+        "docker run --remove hotspa-megatron-cpu",
+        "docker run --rm hotspa-megatron-tpu",
         "make all",
     ],
 )
 def test_a_command_that_is_wrong_is_seen(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((AssertionError, ValueError, SystemExit, Outside, OSError)):
         check(command, monkeypatch)
+
+
+# ------------------------------------------------------------------------------------------- commands within the text
+
+
+@functools.cache
+def hotspa_parser() -> argparse.ArgumentParser:
+    """The parser of the ``hotspa`` command."""
+
+    class Made(Exception):
+        pass
+
+    def raise_it(self: argparse.ArgumentParser, *_: Any) -> Any:
+        raise Made(self)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(argparse.ArgumentParser, "parse_args", raise_it)
+        with pytest.raises(Made) as made:
+            main(["doctor"])
+    parser = made.value.args[0]
+    assert isinstance(parser, argparse.ArgumentParser)
+    return parser
+
+
+def check_mention(words: list[str]) -> None:
+    """Raise where part of a hotspa command, as sentences have it, names a subcommand or an option that is not there."""
+    parser = hotspa_parser()
+    own = words[: words.index("--")] if "--" in words else words
+    while own and not own[0].startswith("-") and own[0] != "COMMAND":
+        commands = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+        if not commands:
+            break
+        parser, own = commands[0].choices[own[0]], own[1:]
+    for word in own:
+        if word.startswith("-"):
+            assert word.partition("=")[0] in parser._option_string_actions, f"{parser.prog}: {word} is not an option"
+
+
+def mentions(page: Path) -> list[str]:
+    """Commands in backticks within the text of a page."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    quoted = (part.strip() for code in re.findall(r"`([^`\n]+)`", text) for part in code.split(";"))
+    return [
+        each for each in quoted if re.match(rf"(?:{VARIABLE} )*(?:hotspa|bash|sbatch|pip|docker|source) [^-\s]", each)
+    ]
+
+
+def table_of_commands() -> list[str]:
+    """Those of the first page, each of them whole."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| `(hotspa [^`]+)` \|", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [each for each in PAGES if mentions(each)], ids=lambda page: page.name)
+def test_commands_within_the_text_name_what_there_is(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in mentions(page):
+        program, *words = shlex.split(command)
+        if program == "hotspa":
+            check_mention(words)
+        else:
+            check(command, monkeypatch)
+
+
+def test_the_first_pages_table_has_whole_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = table_of_commands()
+    assert {command.split()[1] for command in commands} > {"profile", "plan", "verify", "bench"}
+    for command in commands:
+        parsed([word for word in shlex.split(command)[1:] if word != "..."], monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "words", ["doctro", "doctor --jsn", "plan --tabel", "bench stepp --ranks 4", "bench step --rank 4"]
+)
+def test_a_mention_that_is_wrong_is_seen(words: str) -> None:
+    with pytest.raises((AssertionError, KeyError)):
+        check_mention(words.split())
 
 
 def test_no_command_hides_in_a_block_without_a_language() -> None:
@@ -279,10 +452,97 @@ def _environment() -> dict[str, str]:
     return {"PYTHONPATH": str(REPOSITORY), "PATH": "/usr/bin:/bin"}
 
 
+# Places that replace names which do not stand in the call itself, and what the page says of them.
+ELSEWHERE: dict[tuple[str, str], tuple[str, ...]] = {
+    ("forward_backward.py", "_replaced"): (),  # its calls have the names as keywords
+    ("model.py", "_point_at"): ("process groups and collections of them in home's modules",),
+    ("model.py", "from_provider"): (
+        "use_distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "align_param_gather",
+    ),
+    ("parallel_state.py", "_write_globals"): ("the module globals of `core.parallel_state`",),
+    ("parallel_state.py", "_write_sizes"): ("the parallel sizes of args",),
+    ("recompute.py", "_configure"): ("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    ("recompute.py", "_switch"): _SWITCHES,
+    ("startup.py", "replace_local_modules"): ("DotProductAttention", "MCoreDotProductAttention"),
+    # Not Megatron's: a copy of a configuration that a guest is built from, and what is added to args.
+    ("model.py", "from_configuration"): (),
+    ("model.py", "_set_sizes"): (),
+    ("startup.py", "initialize_distributed"): (),
+}
+# The stand-in for torch.cuda and the runs of `hotspa bench step`, each named on the page as a whole; what replaces at all.
+WHOLE = ("cpu.py", "contender.py", "patching.py")
+
+
+def replacements(code: str) -> Iterator[tuple[str, str | None]]:
+    """(function, name replaced in it) of a module; None for a name that does not stand there."""
+    tree = ast.parse(code)
+    inside = {
+        node: function.name
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+    }  # the innermost one comes last
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name: ast.expr | None = None
+        match node.func:
+            case ast.Attribute(value=ast.Name(id="patches" | "_patches"), attr="wrap" | "set" | "item" | "add"):
+                name = node.args[1]
+            case ast.Attribute(value=ast.Name(id="patches" | "_patches"), attr="on_undo"):
+                (label,) = re.findall(r"\.(\w+)", str(ast.literal_eval(_text_of(node.args[0]))))
+                yield inside[node], label
+                continue
+            case ast.Name(id="setattr"):
+                name = node.args[1]
+            case ast.Name(id="_replaced"):
+                yield from ((inside[node], keyword.arg) for keyword in node.keywords)
+                continue
+            case _:
+                continue
+        yield inside[node], name.value if isinstance(name, ast.Constant) else None
+    for node in ast.walk(tree):  # as Megatron itself does with its configuration
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr.endswith("_func"):
+            yield inside[node], node.attr
+
+
+def _text_of(text: ast.expr) -> ast.expr:
+    """The part of a string that is fixed."""
+    return text.values[-1] if isinstance(text, ast.JoinedStr) else text
+
+
 def test_every_name_that_is_replaced_is_listed() -> None:
     page = (REPOSITORY / "docs" / "megatron.md").read_text(encoding="utf-8")
-    hooks = REPOSITORY / "hotspa_megatron" / "hooks"
-    code = "".join((hooks / name).read_text(encoding="utf-8") for name in ("install.py", "startup.py"))
-    names = set(re.findall(r'\bpatches\.(?:wrap|set)\(\s*[\w.]+,\s*"(\w+)"', code))
-    assert len(names) > 12
-    assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", page)] == []
+    names: set[str] = set()
+    elsewhere: set[tuple[str, str]] = set()
+    for path in sorted((REPOSITORY / "hotspa_megatron" / "hooks").glob("*.py")):
+        if path.name in WHOLE:
+            assert path.name == "patching.py" or f"`hooks/{path.name}`" in page
+            continue
+        for function, name in replacements(path.read_text(encoding="utf-8")):
+            if name is None:
+                elsewhere.add((path.name, function))
+            else:
+                names.add(name)
+    assert elsewhere == set(ELSEWHERE)
+    assert len(names) > 30 and {"get_batch", "validate_result", "update_seqlen_stats_from_cu_seqlens"} < names
+    assert [name for name in sorted(names) if not has(page, name)] == []
+    assert [text for texts in ELSEWHERE.values() for text in texts if text not in page] == []
+
+
+def test_a_replacement_is_found_however_it_is_written() -> None:
+    code = """
+def install():
+    patches.wrap(
+        training, "train_step", counted)
+    def inner():
+        setattr(config, field, None)
+    with _replaced(config, timers=None):
+        config.grad_sync_func = None
+    patches.on_undo(f"{module}.set_group", restore)
+"""
+    found = {("install", "train_step"), ("inner", None), ("install", "timers"), ("install", "set_group")}
+    assert set(replacements(code)) == found | {("install", "grad_sync_func")}

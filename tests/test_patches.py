@@ -22,11 +22,14 @@ def apply_patches(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(params=PATCHES, ids=lambda path: path.parent.name)
 def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return make_checkout(tmp_path / "Megatron-LM", request.param)
+
+
+def make_checkout(folder: Path, patch_file: Path) -> Path:
     """A folder that says it is the patch's release, with a script of lines of our own where the patch has its context."""
-    tag, patch = request.param.parent.name, request.param.read_text()
+    tag, patch = patch_file.parent.name, patch_file.read_text()
     first = int(re.findall(r"^@@ -(\d+)", patch, re.M)[0])
     context = [line[1:] for line in patch.splitlines(keepends=True)[3:] if line.startswith(" ")]
-    folder = tmp_path / "Megatron-LM"
     (folder / "megatron" / "core").mkdir(parents=True)
     major, minor, number = re.findall(r"\d+", tag)
     info = f"MAJOR = {major}\nMINOR = {minor}\nPATCH = {number}\n"
