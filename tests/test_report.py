@@ -301,6 +301,8 @@ def test_the_page_fits_wide_and_narrow_screens(tmp_path: Path) -> None:
       document.title = JSON.stringify({page: document.documentElement.scrollWidth, window: innerWidth,
         charts: shown.length, narrow: all(".narrow svg").filter(e => box(e).width > 0).length,
         height: document.documentElement.scrollHeight, out: shown.filter(e => box(e).right > innerWidth).length,
+        cells: all("td").filter(e => box(e).width > 0).length,
+        cut: all("td").filter(e => box(e).right > box(e.closest("section")).right).length,
         least: Math.min(...shown.map(e => box(e).width)),
         text: Math.min(...shown.flatMap(e => [...e.querySelectorAll("text")]).map(e => box(e).height))});
     }</script>"""
@@ -317,6 +319,7 @@ def test_the_page_fits_wide_and_narrow_screens(tmp_path: Path) -> None:
         found = json.loads(said[1])
         assert found["page"] <= found["window"] == width and found["out"] == 0
         assert (found["charts"], found["narrow"]) == (6, narrow)
+        assert found["cells"] == 5 * 8 and found["cut"] == 0  # no column of a table is out of sight
         assert found["least"] > 300 and found["text"] >= 9  # pixels: text of charts stays readable
         picture = SCREENSHOTS / f"report-{name}.png"
         ended = _open(page, f"--screenshot={picture}", width=width, height=found["height"], home=tmp_path / "profile")

@@ -195,10 +195,15 @@ def _tile(name: str, value: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def row(cells: Sequence[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+    """A table whose cells know their column, by which narrow screens show a row as lines."""
+    names = [html.escape(name) for name in head]
 
-    return f"<div class=table><table>{row(head, 'th')}{''.join(row(cells, 'td') for cells in rows)}</table></div>"
+    def row(cells: Sequence[str]) -> str:
+        named = zip(names, cells, strict=True)
+        return "<tr>" + "".join(f'<td data-column="{name}">{html.escape(cell)}</td>' for name, cell in named) + "</tr>"
+
+    top = f"<thead><tr>{''.join(f'<th>{name}</th>' for name in names)}</tr></thead>"
+    return f"<div class=table><table>{top}<tbody>{''.join(map(row, rows))}</tbody></table></div>"
 
 
 def _size(count: float) -> str:
@@ -470,6 +475,9 @@ th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) {{ text-align: 
 @media (max-width: 600px) {{
   .wide {{ display: none; }} .narrow {{ display: block; }}
   .tiles {{ grid-template-columns: 1fr 1fr; }} body {{ padding: 16px 10px; }}
+  thead {{ display: none; }} tr {{ display: block; padding: 6px 0; border-bottom: 1px solid #e2e8f0; }}
+  td {{ display: flex; justify-content: space-between; gap: 12px; padding: 1px 4px; border: 0; white-space: normal; }}
+  td::before {{ content: attr(data-column); color: #4a5568; }}
 }}
 </style>
 </head>
