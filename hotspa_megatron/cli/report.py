@@ -170,7 +170,7 @@ def _moves(steps: Sequence[StepEntry]) -> str:
                      _digits(1e3 * sum(move.waited for move in moves) / len(moves)), _hidden(moves)))  # fmt: skip
     if not rows:
         return "<p>Nothing moved: no guest strategy ran.</p>"
-    return _table(("", "route", "times", "GB", "ms", "GB/s", "waited ms", "hidden"), rows)
+    return _table(("move", "route", "times", "GB", "ms", "GB/s", "waited ms", "hidden"), rows)
 
 
 def _routes(steps: Sequence[StepEntry]) -> list[tuple[str, list[MoveEntry]]]:
