@@ -1,11 +1,13 @@
-"""The images: what builds them, what is in them; on request the CPU image is really built, and the demo runs inside.
+"""The images: what builds them, what is in them; on request they are really built, and train inside.
 
-The build needs root, buildah and a base image, for which debootstrap will do where none can be pulled. It takes a
-quarter of an hour. HOTSPA_IMAGE_STORAGE names a folder that keeps layers for the next time.
+The builds need root, buildah and a base image, for which debootstrap will do where none can be pulled. They take a
+quarter of an hour. HOTSPA_IMAGE_STORAGE names a folder that keeps layers for the next time. In NVIDIA's base's place the
+GPU image gets the CPU image's, with torch; MEGATRON_LM_PATH names the checkout of Megatron-LM that goes into it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -16,7 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.lint import assert_clean
 from tests.spawn import REPOSITORY
+from tests.test_megatron_lm import release_of
+from tests.training import arguments, on_mock_data, printed_losses
 
 BUILD = REPOSITORY / "scripts" / "build_image.sh"
 FILES = sorted((REPOSITORY / "docker").iterdir())
@@ -37,8 +42,11 @@ def test_a_file_names_its_base_and_runs_as_no_root(file: Path) -> None:
     # What is copied is there, and is not left out of what the builder is given.
     for source in (word for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in line.split()):
         assert source.startswith("--") or (REPOSITORY / source).exists(), source
-    if shutil.which("hadolint"):
-        subprocess.run(["hadolint", file], check=True)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
+def test_hadolint_has_nothing_to_say(file: Path) -> None:
+    assert_clean("hadolint", file)
 
 
 def test_the_gpu_image_takes_megatron_and_apex_as_arguments() -> None:
@@ -159,9 +167,28 @@ class Images:
         (files / "base.tar").unlink()
         return made
 
+    def base_with_torch(self) -> str:
+        """The same with torch for CPU and what else the GPU image expects of its base."""
+        made, folder = "localhost/hotspa-test-torch:1", self.folder / "torch"
+        torch = re.search(r"^torch==(\S+)", (REPOSITORY / "requirements/torch.txt").read_text(), re.MULTILINE)
+        assert torch is not None
+        folder.mkdir(exist_ok=True)
+        (folder / "Dockerfile").write_text(f"""FROM {self.base()}
+ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ git make
+RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 python3 -m pip install torch=={torch[1]} numpy packaging pybind11
+""")
+        settings = pip_settings(self.folder)
+        done = self.run("buildah", "build", "--format", "docker", "--layers", *settings, "--tag", made, folder)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return made
 
-def pip_settings(folder: Path) -> list[str]:
-    """The builder's arguments by which pip inside finds packages as pip here does: certificates, mirrors, wheels."""
+
+def pip_settings(folder: Path, *more: str) -> list[str]:
+    """The builder's arguments by which pip inside finds packages as pip here does: certificates, mirrors, wheels.
+
+    ``more``: further lines of pip's configuration.
+    """
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     found = dict(re.findall(r"^\S+?\.([\w-]+)='(.*)'$", listed.stdout, re.MULTILINE))
     known = ("cert", "index-url", "extra-index-url", "find-links")
@@ -174,7 +201,7 @@ def pip_settings(folder: Path) -> list[str]:
     if CERTIFICATES.exists():
         mounts.add(str(CERTIFICATES))
     configuration = folder / "pip.conf"
-    configuration.write_text("\n".join(["[global]", "timeout = 180", *lines, ""]))
+    configuration.write_text("\n".join(["[global]", "timeout = 180", *lines, *more, ""]))
     arguments = ["--isolation", "chroot", "--volume", f"{configuration}:/etc/pip.conf:ro"]
     for mount in sorted(mounts):
         if Path(mount).exists():
@@ -208,6 +235,58 @@ def cpu_image(images: Images) -> str:
     done = images.run(BUILD, "cpu", *arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     print(done.stdout.splitlines()[-1])
+    return tag
+
+
+@dataclasses.dataclass(frozen=True)
+class GpuImage:
+    """``release``: of the Megatron-LM in it."""
+
+    tag: str
+    release: str
+
+
+@pytest.fixture(scope="module")
+def gpu_image(images: Images) -> GpuImage:
+    checkout, kept = os.environ.get("MEGATRON_LM_PATH"), images.folder / "Megatron-LM.git"
+    if not checkout:
+        pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
+    reference = repository_of(Path(checkout), kept)
+    # Megatron asks for Python 3.12, which NVIDIA's image has, and this base may not.
+    settings = pip_settings(images.folder, "ignore-requires-python = true")
+    values = {
+        "BASE_IMAGE": images.base_with_torch(),
+        "MEGATRON_REPOSITORY": "file:///mnt/Megatron-LM.git",
+        "MEGATRON_TAG": reference,
+    }
+    chosen = [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
+    made = GpuImage("localhost/hotspa-test-gpu:1", release_of(Path(checkout)))
+    mount = ("--volume", f"{kept}:/mnt/Megatron-LM.git:ro")
+    done = images.run(BUILD, "gpu", *settings, *mount, *chosen, "--tag", made.tag)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    print(done.stdout.splitlines()[-1])
+    return made
+
+
+def repository_of(checkout: Path, repository: Path) -> str:
+    """Make a bare repository of a checkout's files, with a history or without one, and return its tag.
+
+    The tag follows from the files: layers that were made from others are not taken again.
+    """
+
+    def git(*command: str) -> str:
+        identity = ("-c", "user.name=tests", "-c", "user.email=tests@localhost", "-c", "commit.gpgsign=false")
+        places = (f"--git-dir={repository}", f"--work-tree={checkout}")
+        return subprocess.run(
+            ["git", *identity, *places, *command], capture_output=True, text=True, timeout=300, check=True
+        ).stdout.strip()
+
+    shutil.rmtree(repository, ignore_errors=True)
+    subprocess.run(["git", "init", "--quiet", "--bare", repository], check=True)
+    git("add", "--all")
+    git("commit", "--quiet", "--message", "the checkout")
+    tag = f"checkout-{git('rev-parse', 'HEAD^{tree}')[:12]}"
+    git("tag", tag)
     return tag
 
 
@@ -245,3 +324,48 @@ def test_the_demo_runs_inside(images: Images, cpu_image: str) -> None:
     found = lines(inside(images, cpu_image, "bash", "scripts/demo.sh", "--iterations", "2", limit_s=900))
     assert any("up to date" in line for line in found), "the environment was made anew"
     assert any(re.match(r"2 steps, [\d,]+ tokens: the same training", line) for line in found), found
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_gpu_images_steps_run_on_a_base_with_torch(images: Images, gpu_image: GpuImage) -> None:
+    assert lines(inside(images, gpu_image.tag, "id", "--user", limit_s=60)) == ["10001"]
+    found = lines(inside(images, gpu_image.tag, "hotspa", "doctor", limit_s=120))
+    assert any(re.match(rf"\S+ +megatron-core +{re.escape(gpu_image.release)}", line) for line in found), found
+    asked = 'echo "$PWD $MEGATRON_LM_PATH $CUDA_DEVICE_MAX_CONNECTIONS"; touch here; cat /etc/pip.conf || true'
+    assert lines(inside(images, gpu_image.tag, "bash", "-c", asked, limit_s=60)) == ["/workspace /opt/Megatron-LM 1"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_the_gpu_images_megatron_trains_inside_as_its_user(images: Images, gpu_image: GpuImage) -> None:
+    """On CPU; all but the kernels is what a job on GPUs runs."""
+    line = on_mock_data(arguments(tp=2, iterations=2, batch=8, documents=Path("/workspace/mock")))
+    config = "strategies: [{max_length: 32, tp: 1}]\nmerge: never\nmock_lengths: lognormal:mean=40,sigma=1,max=200\n"
+    started = (
+        'printf %s "$0" >hotspa.yaml && OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo exec torchrun --standalone --nproc-per-node 2 '
+        '-m hotspa_megatron.launch /opt/Megatron-LM/pretrain_gpt.py --hotspa-config hotspa.yaml "$@"'
+    )
+    done = inside(images, gpu_image.tag, "bash", "-c", started, config, *line, limit_s=600)
+    said = "\n".join(lines(done))
+    assert f"hotspa: megatron-core {gpu_image.release}" in said
+    assert "hotspa: switch tp2-cp1-pp1-dp1 -> tp1-cp1-pp1-dp2" in said
+    assert len(printed_losses(said)) == 2 and all(4 < loss < 6 for loss in printed_losses(said))
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git")
+def test_a_checkout_becomes_a_repository_that_can_be_cloned(tmp_path: Path) -> None:
+    checkout, kept = tmp_path / "checkout", tmp_path / "kept.git"
+    (checkout / "megatron").mkdir(parents=True)
+    (checkout / "pretrain_gpt.py").write_text("one\n")
+    first = repository_of(checkout, kept)
+    # As the image does it; a second time, when a history is there already, and something else.
+    subprocess.run(["git", "init", "--quiet", checkout], check=True)
+    assert repository_of(checkout, kept) == first
+    (checkout / "pretrain_gpt.py").write_text("two\n")
+    second = repository_of(checkout, kept)
+    assert second != first
+    clone = ("git", "clone", "--quiet", "--depth", "1", "--branch", second, f"file://{kept}", tmp_path / "cloned")
+    subprocess.run(clone, check=True, capture_output=True)
+    assert (tmp_path / "cloned" / "pretrain_gpt.py").read_text() == "two\n"
+    assert sorted(path.name for path in (tmp_path / "cloned").iterdir()) == [".git", "pretrain_gpt.py"]

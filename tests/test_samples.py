@@ -14,7 +14,7 @@ from hotspa_megatron.planning.lengths import LengthHistogram
 from tests.spawn import run_ranks
 from tests.test_data_faults import refusal
 from tests.test_training import SHARDED, assert_equal, strategies_of
-from tests.training import GROUPED_QUERIES, Job, arguments, corpus, import_megatron, train
+from tests.training import GROUPED_QUERIES, Job, arguments, corpus, import_megatron, on_mock_data, train
 
 RESET = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
 MEGATRON = "samples: megatron\n"
@@ -218,10 +218,8 @@ def _compare_mock_documents(rank: int, world_size: int) -> None:
     assert (again.lengths == source.lengths).all() and not (other.lengths == source.lengths).all()
 
 
-def _mock_arguments(*more: str) -> tuple[str, ...]:
-    line = list(arguments("--mock-data", *more, iterations=2, batch=8))
-    at = line.index("--data-path")
-    return tuple(line[:at] + line[at + 2 :])
+def _mock_arguments() -> tuple[str, ...]:
+    return on_mock_data(arguments(iterations=2, batch=8))
 
 
 def test_mock_lengths_train_and_are_refused_where_they_have_no_effect() -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from examples.demo import __main__ as demo
 from examples.demo import corpus, report, training
+from tests.lint import assert_clean
 from tests.spawn import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,8 +35,11 @@ def test_script_is_sound(script: Path) -> None:
     assert "\nset -euo pipefail\n" in text
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", script], check=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script: Path) -> None:
+    assert_clean("shellcheck", script)
 
 
 def shell(script: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -142,6 +142,12 @@ def arguments(
     return (*sizes.split(), *kernels, *batches, *model, *more)
 
 
+def on_mock_data(line: Sequence[str]) -> tuple[str, ...]:
+    """A command line with Megatron's mock data in the place of a corpus."""
+    at = line.index("--data-path")
+    return (*line[:at], "--mock-data", *line[at + 2 :])
+
+
 @functools.cache
 def common_weights() -> Path:
     """A checkpoint of weights alone, from which runs of any layout can start."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.lint import assert_clean
 from tests.spawn import REPOSITORY
 
 FOLDER = REPOSITORY / "scripts" / "slurm"
@@ -44,8 +44,11 @@ def test_script_is_sound(script: Path) -> None:
     assert text.startswith("#!/usr/bin/env bash\n") and "\nset -euo pipefail\n" in text
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", script], check=True)
-    if shutil.which("shellcheck"):
-        subprocess.run(["shellcheck", "-x", "-P", REPOSITORY, script], check=True)
+
+
+@pytest.mark.parametrize("script", FILES, ids=lambda path: path.name)
+def test_shellcheck_has_nothing_to_say(script: Path) -> None:
+    assert_clean("shellcheck", "-x", "-P", REPOSITORY, script)
 
 
 def task(*python: str, **variables: str) -> subprocess.Popen[str]:
