@@ -2,8 +2,10 @@
 """Seeds one fault at a time and checks that the tests of the changed file notice: a test of the tests.
 
 Each fault replaces a short text in one file of a temporary copy of this tree, and the tests named with it must fail there.
-Nothing in the tree itself is touched. A fault whose text is no longer there, or stands more than once, is an error, so that the
-list cannot rot. Exit code 1: a fault survived, or the list is wrong; its name is printed.
+What counts is a test that passes without the fault and fails with it; a file that cannot be imported any more, a process that
+dies and a test that never ends are no findings of a test, the last but for faults that are marked so. Nothing in the tree
+itself is touched. A fault whose text is no longer there, or stands more than once, is an error, so that the list cannot rot.
+Exit code 1: a fault survived, or the list is wrong; its name is printed.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +41,10 @@ RUNTIME: Final = "hotspa_megatron/runtime"
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
-    """``old`` stands exactly once in ``path``. ``tests``: arguments of pytest. ``ranks``: they start several processes."""
+    """``old`` stands exactly once in ``path``. ``tests``: arguments of pytest. ``ranks``: they start several processes.
+
+    ``hangs``: something waits or runs for ever, so that no end in good time is how the fault shows.
+    """
 
     name: str
     path: str
@@ -46,6 +52,7 @@ class Mutant:
     new: str
     tests: tuple[str, ...]
     ranks: bool = False
+    hangs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +71,18 @@ class Outcome:
 
 
 def _of(
-    path: str, tests: Sequence[str], faults: dict[str, tuple[str, str]], *, ranks: bool = False
+    path: str,
+    tests: Sequence[str],
+    faults: dict[str, tuple[str, str]],
+    *,
+    ranks: bool = False,
+    hangs: Sequence[str] = (),
 ) -> Iterator[Mutant]:
     room = Path(path).stem
     for name, (old, new) in faults.items():
-        yield Mutant(name=f"{room}: {name}", path=path, old=old, new=new, tests=tuple(tests), ranks=ranks)
+        yield Mutant(
+            name=f"{room}: {name}", path=path, old=old, new=new, tests=tuple(tests), ranks=ranks, hangs=name in hangs
+        )
 
 
 MUTANTS: Final = (
@@ -237,6 +251,63 @@ MUTANTS: Final = (
         },
     ),
     *_of(
+        f"{PLANNING}/search.py",
+        ["tests/test_search.py", "-k", "programme or cut_points or given_home or few_tokens"],
+        {
+            "a guest's fold is free": (
+                "reached = through.min(axis=0) + self._fold",
+                "reached = through.min(axis=0)",
+            ),
+            "no cut between two powers of two": ("if size >= 4 * _SHORTEST_CUT else", "if size < 0 else"),
+            "every execution may be home": (
+                "if self._home is not None and strategy != self._home:",
+                "if self._home is not None and strategy == self._home:",
+            ),
+            "a budget below the longest sequence": (
+                "max(int(self._sums.tokens[:, 0, -1].max()) * 2, self._longest * 2)",
+                "self._longest // 2",
+            ),
+        },
+    ),
+    *_of(
+        f"{PLANNING}/cost_model.py",
+        ["tests/test_cost_model.py"],
+        {
+            "the output layer costs nothing": ("        work[-1] += self._head\n", ""),
+            "recomputation is free": (
+                "recompute_token=gemm * again / 3",
+                "recompute_token=0.0",
+            ),
+            "a guest reduces within its node": (
+                "bandwidth = min(bandwidth, members * self._card)",
+                "bandwidth = max(bandwidth, members * self._card)",
+            ),
+            "all of a reduction hides": (
+                "return max(_NEVER_HIDDEN * whole, whole - _REDUCTION_OVERLAP * last)",
+                "return max(0.0, whole - _REDUCTION_OVERLAP * last)",
+            ),
+        },
+    ),
+    *_of(
+        f"{PLANNING}/memory_model.py",
+        ["tests/test_memory_model.py"],
+        {
+            "a guest stands alone": (
+                "                        0 if own else resident,\n",
+                "                        0,\n",
+            ),
+            "all stages keep as many micro-batches": (
+                "live = float(strategy.pp - stage)",
+                "live = float(strategy.pp)",
+            ),
+            "a shard rounded down": ("-(-self.numels(home)[stage] // shards)", "(self.numels(home)[stage] // shards)"),
+            "a token too many fits": (
+                "return max(0, int(most) // unit * unit)",
+                "return max(0, (int(most) // unit + 1) * unit)",
+            ),
+        },
+    ),
+    *_of(
         f"{PLANNING}/sample_order.py",
         ["tests/test_sample_order.py"],
         {
@@ -335,6 +406,20 @@ MUTANTS: Final = (
         },
     ),
     *_of(
+        f"{RUNTIME}/transport.py",
+        ["tests/test_transport.py", "-k", "in_one_process"],
+        {
+            "what was sent is sent again": ("sends, self._sends = self._sends, []", "sends = self._sends"),
+            "one tag for all moves": ("self._tag = (self._tag + 1) % _TAGS", "self._tag = 1"),
+            "nobody waits": ("                work.wait()\n", "                pass\n"),
+            "the world instead of the group": (
+                "dist.isend(host, peer, group=self._group, tag=tag)",
+                "dist.isend(host, peer, tag=tag)",
+            ),
+        },
+        hangs=["what was sent is sent again"],
+    ),
+    *_of(
         f"{RUNTIME}/group_pool.py",
         ["tests/test_group_pool.py", "-k", "not sixty_four"],
         {
@@ -386,6 +471,24 @@ MUTANTS: Final = (
             "a token too many": (
                 "length = int(self._corpus.sources[source].lengths[document]) - 1",
                 "length = int(self._corpus.sources[source].lengths[document])",
+            ),
+        },
+    ),
+    *_of(
+        "hotspa_megatron/hooks/conversations.py",
+        [
+            "tests/test_conversations.py",
+            "-k",
+            "line or system or bytes or overlong_ones or order_of_their_own or labels_and_masks",
+        ],
+        {
+            "blank lines count": ("                    if line.strip():\n", "                    if line:\n"),
+            "a prompt counts": ("targets += [IGNORED] * len(said)", "targets += said"),
+            "the assistant's role counts": ("targets += [IGNORED, *said[1:]]", "targets += said"),
+            "one conversation a line": ('if number == 0 or message["role"] == "system"]', "if number == 0]"),
+            "a target too early": (
+                "return Text(tokens[:-1], targets[1:], counted[1:])",
+                "return Text(tokens[:-1], targets[:-1], counted[:-1])",
             ),
         },
     ),
@@ -492,18 +595,54 @@ def copy_tree(folder: Path) -> None:
             shutil.copy2(source, target)
 
 
-CONFTEST: Final = """\
+PLUGIN: Final = "what_the_tests_said"
+PLUGIN_TEXT: Final = """\
+import json
+import os
+
 from hypothesis import Phase, settings
 
 # A failure is enough, the smallest example of it takes minutes; and the same examples every time.
 settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], derandomize=True, database=None)
 settings.load_profile("mutants")
+
+
+def pytest_runtest_logreport(report):
+    if report.failed or (report.when == "call" and report.passed):
+        crash = getattr(report.longrepr, "reprcrash", None)
+        said = (getattr(crash, "message", "").splitlines() or [""])[0]
+        # Of pytest-timeout, of tests/spawn.py, of tests/mailbox.py.
+        endless = ("from pytest-timeout", "did not finish within", "a message never met its other end")
+        ended = not any(each in said for each in endless)
+        with open(os.environ["MUTANTS_REPORT"], "a", encoding="utf-8") as file:
+            file.write(json.dumps([report.nodeid, report.outcome, ended]) + "\\n")
 """
 
 
-def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
-    """pytest's exit code (None: still running at the time limit) and the first failure, or its last line."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """Of a run of pytest: its exit code (None: still running at the time limit), the tests that passed and those that
+    failed, those that failed for having no end, seconds, and its last line."""
+
+    code: int | None
+    passed: frozenset[str]
+    failed: tuple[str, ...]
+    endless: frozenset[str]
+    seconds: float
+    last: str
+
+
+def run_tests(folder: Path, tests: Sequence[str], *, limit_s: float = TIME_LIMIT_S) -> Said:
+    """pytest in the copy, up to the first failure."""
+    (folder / f"{PLUGIN}.py").write_text(PLUGIN_TEXT, encoding="utf-8")
+    report = folder / f"{PLUGIN}.jsonl"
+    report.write_text("", encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "MUTANTS_REPORT": str(report),
+    }
     environment |= {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     command = [
         sys.executable,
@@ -511,25 +650,59 @@ def run_tests(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
         "pytest",
         "-x",
         "-q",
-        "--tb=no",
+        "-p",
+        PLUGIN,
         "-p",
         "no:cacheprovider",
         "-m",
         "not long",
         *tests,
     ]
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return None, f"no end within {TIME_LIMIT_S} s"
-    lines = done.stdout.strip().splitlines() or done.stderr.strip().splitlines() or ["(no output)"]
-    failed = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    return done.returncode, failed[0] if failed else lines[-1]
+    started, code = time.monotonic(), None
+    # Ranks that it has started have to go with it.
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            output = f"no end within {limit_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    found = [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+    return Said(
+        code=code,
+        passed=frozenset(name for name, outcome, _ in found if outcome == "passed"),
+        failed=tuple(name for name, outcome, _ in found if outcome == "failed"),
+        endless=frozenset(name for name, outcome, ended in found if outcome == "failed" and not ended),
+        seconds=time.monotonic() - started,
+        last=(output.strip().splitlines() or ["(no output)"])[-1],
+    )
 
 
-def judge(folder: Path, mutant: Mutant) -> Outcome:
+def verdict_of(mutant: Mutant, whole: Said, said: Said) -> tuple[str, str]:
+    """The verdict on a fault and the first test that failed: ``whole`` is what the tests say without it."""
+    if said.code == 0:
+        return "survived", ""
+    found = [test for test in said.failed if test in whole.passed]
+    judged = [test for test in found if test not in said.endless]
+    if judged:
+        return "caught", judged[0]
+    if found or said.code is None:
+        by = found[0] if found else said.last
+        return ("caught" if mutant.hangs else "no test says so, one only does not end", by)
+    return f"pytest ended with {said.code}, and no test that passes without the fault has failed", said.last
+
+
+def judge(folder: Path, mutant: Mutant, whole: Said) -> Outcome:
     """Change the copy, run the tests, and change it back."""
     started = time.monotonic()
     path = folder / mutant.path
@@ -537,15 +710,12 @@ def judge(folder: Path, mutant: Mutant) -> Outcome:
     verdict, by = problem_of(mutant, text), ""
     if verdict is None:
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
+        # What is known to hang is waited for no longer than it takes to tell that from a slow machine.
+        limit_s = max(60.0, 10 * whole.seconds) if mutant.hangs else TIME_LIMIT_S
         try:
-            code, by = run_tests(folder, mutant.tests)
+            verdict, by = verdict_of(mutant, whole, run_tests(folder, mutant.tests, limit_s=limit_s))
         finally:
             path.write_text(text, encoding="utf-8")
-        # 1: tests failed; 2: one could not be collected, which a fault that shows at import does, too; below 0: a signal.
-        if code is None or code in (1, 2) or code < 0:
-            verdict = "caught"
-        else:
-            verdict = "survived" if code == 0 else f"pytest ended with {code}: {by}"
     seconds = time.monotonic() - started
     return Outcome(name=mutant.name, path=mutant.path, verdict=verdict, by=by, seconds=round(seconds, 1))
 
@@ -582,15 +752,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         folder = Path(name)
         copy_tree(folder)
-        (folder / "conftest.py").write_text(CONFTEST, encoding="utf-8")
+        whole = {}
         for tests in dict.fromkeys(each.tests for each in chosen):
-            code, last = run_tests(folder, tests)
-            if code != 0:
-                say(f"{' '.join(tests)} fails without any fault: {last}")
+            whole[tests] = run_tests(folder, tests)
+            if whole[tests].code != 0:
+                say(
+                    f"{' '.join(tests)} fails without any fault: {' '.join(whole[tests].failed[:1]) or whole[tests].last}"
+                )
                 return 1
         say(f"{len(chosen)} faults; their tests pass without one")
         for number, mutant in enumerate(chosen, 1):
-            outcome = judge(folder, mutant)
+            outcome = judge(folder, mutant, whole[mutant.tests])
             outcomes.append(outcome)
             say(f"[{number}/{len(chosen)}] {outcome.name}: {outcome.verdict} ({outcome.seconds:.0f} s) {outcome.by}")
     bad = [each for each in outcomes if not each.is_good]

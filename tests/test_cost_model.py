@@ -116,6 +116,17 @@ def test_work_is_the_models_and_divides_over_ranks() -> None:
     assert of.ceiling(lengths) == pytest.approx(alone / 16)
 
 
+def test_a_recomputed_layer_runs_forward_once_more() -> None:
+    """A third more of its products and of its attention, half more of what it sends within a step; nothing else changes."""
+    of = model(world=16)
+    never, half, all_ = (of.stage_time(at(16, tp=2, recompute=share)) for share in (0.0, 0.5, 1.0))
+    assert all_.per_square == pytest.approx(4 / 3 * never.per_square)
+    assert half.per_square == pytest.approx(7 / 6 * never.per_square)
+    sent = never.tensor
+    assert all_.per_token - never.per_token == pytest.approx(never.gemm / 3 + sent / 2)
+    assert half.per_token - never.per_token == pytest.approx(never.gemm / 6 + sent / 4)
+
+
 def test_the_last_stage_also_has_the_output_layer() -> None:
     of = model(world=16)
     whole, half = of.stage_time(at(16)).gemm, of.stage_time(at(16, pp=2)).gemm

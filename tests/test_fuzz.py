@@ -609,31 +609,62 @@ def test_sizes_that_no_run_has_are_refused_before_anything_is_counted(
 
 # ----------------------------------------------------------------------------------------------------------- no pickle
 
-FORBIDDEN_MODULES: Final = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib")
-FORBIDDEN_CALLS: Final = (
-    *("torch.load", "np.load", "numpy.load", "yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"),
+FORBIDDEN_MODULES: Final = ("pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "torch.package")
+FORBIDDEN_NAMES: Final = frozenset({
+    *("torch.load", "torch.jit.load", "torch.hub.load", "torch.export.load", "torch.distributed.checkpoint.load"),
+    *("numpy.load", "numpy.lib.format.read_array", "pandas.read_pickle"),
+    *(f"yaml.{name}" for name in ("load", "load_all", "unsafe_load", "unsafe_load_all", "full_load", "full_load_all")),
+    *(f"yaml.{name}" for name in ("Loader", "UnsafeLoader", "FullLoader", "CLoader", "CUnsafeLoader", "CFullLoader")),
+    *(f"megatron.core.dist_checkpointing.{name}" for name in ("load", "load_common_state_dict", "load_tensors_metadata")),
     *("eval", "exec", "os.system", "os.popen"),
-)
-ALLOWED: Final = {("hotspa_megatron/launch.py", "exec"), ("hotspa_megatron/hooks/endings.py", "pickle")}
-"""The launcher runs the user's own script, as python would. An unreadable checkpoint is told by pickle's own exception."""
+})  # fmt: skip
+ALLOWED: Final = {
+    ("hotspa_megatron/launch.py", "exec"),
+    ("hotspa_megatron/hooks/endings.py", "pickle"),
+    ("hotspa_megatron/hooks/checkpoint.py", "megatron.core.dist_checkpointing.load_common_state_dict"),
+}
+"""The launcher runs the user's own script, as python would. An unreadable checkpoint is told by pickle's own exception. What a
+checkpoint says of itself is read as Megatron reads it a moment later, out of the folder that --load names for both."""
 
 
 def unsafe(source: str) -> list[str]:
-    """Modules and calls that run what a file holds, as a source names them."""
-    found = []
-    for node in ast.walk(ast.parse(source)):
+    """Modules and functions that run what a file holds, as a source names them, under whatever name it imports them."""
+    tree = ast.parse(source)
+    found: list[str] = []
+    known: dict[str, str] = {}
+    """What a name of the source stands for."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [each.name for each in node.names if each.name.split(".")[0] in FORBIDDEN_MODULES]
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FORBIDDEN_MODULES:
-            found.append(str(node.module))
-        elif isinstance(node, ast.Call):
-            name = ast.unparse(node.func)
-            safe_load = name in ("np.load", "numpy.load") and any(
-                each.arg == "allow_pickle" and ast.unparse(each.value) == "False" for each in node.keywords
-            )
-            if name in FORBIDDEN_CALLS and not safe_load:
-                found.append(name)
-            found += [f"{name}(shell=True)" for each in node.keywords if each.arg == "shell" and name.startswith("sub")]
+            modules = [each.name for each in node.names]
+            known |= {each.asname or each.name.split(".")[0]: each.name if each.asname else each.name.split(".")[0]
+                      for each in node.names}  # fmt: skip
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+            modules = [node.module, *names.values()]
+            known |= names
+            found += [name for name in names.values() if name in FORBIDDEN_NAMES]
+        else:
+            continue
+        found += [
+            each for each in modules if any(each == bad or each.startswith(f"{bad}.") for bad in FORBIDDEN_MODULES)
+        ]
+
+    def name_of(node: ast.expr) -> str:
+        first, _, rest = ast.unparse(node).partition(".")
+        return f"{known.get(first, first)}.{rest}" if rest else known.get(first, first)
+
+    safe: set[ast.expr] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = name_of(node.func)
+            options = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            if name == "numpy.load" and options.get("allow_pickle") == "False":
+                safe.add(node.func)
+            if "shell" in options and name.startswith("subprocess"):
+                found.append(f"{name}(shell=True)")
+        # Not calls alone: a function may be handed on.
+        if isinstance(node, (ast.Attribute, ast.Name)) and node not in safe and name_of(node) in FORBIDDEN_NAMES:
+            found.append(name_of(node))
     return found
 
 
@@ -643,16 +674,36 @@ def unsafe(source: str) -> list[str]:
         "import pickle",
         "from pickle import loads",
         "import torch\ntorch.load(path)",
-        "np.load(path)",
-        "np.load(path, allow_pickle=True)",
-        "yaml.load(text, Loader)",
+        "from torch import load",
+        "from torch import load as read\nread(path)",
+        "import torch as t\nt.load(path)",
+        "import torch.distributed.checkpoint as dcp\ndcp.load(state)",
+        "from torch.distributed import checkpoint\ncheckpoint.load(state)",
+        "import functools, torch\nread = functools.partial(torch.load, weights_only=True)",
+        "from megatron.core.dist_checkpointing import load_common_state_dict",
+        "from megatron.core import dist_checkpointing\ndist_checkpointing.load_common_state_dict(folder)",
+        "import numpy as np\nnp.load(path)",
+        "import numpy as np\nnp.load(path, allow_pickle=True)",
+        "from numpy import load",
+        "import yaml\nyaml.load(text, Loader)",
+        "from yaml import load",
+        "from yaml import Loader",
+        "import yaml\nclass Mine(yaml.UnsafeLoader): pass",
         "eval(text)",
-        "subprocess.run(text, shell=True)",
+        "map(eval, texts)",
+        "import subprocess\nsubprocess.run(text, shell=True)",
+        "from subprocess import run\nrun(text, shell=True)",
     ],
 )
 def test_the_search_below_finds_what_it_looks_for(source: str) -> None:
     assert unsafe(source)
-    assert not unsafe("np.load(path, allow_pickle=False)\nyaml.safe_load(text)\nmodel.eval()")
+
+
+def test_the_search_below_passes_over_what_is_safe() -> None:
+    assert not unsafe(
+        "import numpy as np, yaml, torch, json\nnp.load(path, allow_pickle=False)\nyaml.safe_load(text)\nmodel.eval()\n"
+        "class Mine(yaml.SafeLoader): pass\njson.load(file)\nfrom json import load\nload(file)"
+    )
 
 
 def test_no_pickle_is_loaded_and_no_text_is_run() -> None:

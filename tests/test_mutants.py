@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -39,8 +40,16 @@ def _folder(tmp_path: Path, *, checks: str) -> Path:
     return tmp_path
 
 
-def _mutant(old: str, new: str) -> object:
-    return mutants.Mutant(name="sums: a fault", path="sums.py", old=old, new=new, tests=("test_sums.py",))
+def _mutant(old: str, new: str, *, hangs: bool = False) -> object:
+    return mutants.Mutant(name="sums: a fault", path="sums.py", old=old, new=new, tests=("test_sums.py",), hangs=hangs)
+
+
+def _without_a_fault(*, passed: bool = True) -> Any:
+    """What the test says of the folder as it is."""
+    names = frozenset({"test_sums.py::test_add"})
+    return mutants.Said(
+        code=0, passed=names if passed else frozenset(), failed=(), endless=frozenset(), seconds=1.0, last=""
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,9 +65,46 @@ def _mutant(old: str, new: str) -> object:
 def test_a_fault_is_caught_survives_or_is_wrong(tmp_path: Path, checks: str, old: str, new: str, verdict: str) -> None:
     folder = _folder(tmp_path, checks=checks)
     before = (folder / "sums.py").read_text()
-    outcome = mutants.judge(folder, _mutant(old, new))
+    outcome = mutants.judge(folder, _mutant(old, new), _without_a_fault())
     assert outcome.verdict == verdict and outcome.is_good == (verdict == "caught")
     assert (folder / "sums.py").read_text() == before
+
+
+NOBODY = "no test that passes without the fault has failed"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "verdict"),
+    [
+        ("    return a + b", "    return a - b\n\n\nraise OSError", f"pytest ended with 2, and {NOBODY}"),
+        ("def add", "def added", f"pytest ended with 2, and {NOBODY}"),
+        ("    return a + b", "    import os\n    os._exit(7)", f"pytest ended with 7, and {NOBODY}"),
+    ],
+    ids=["raises at import", "cannot be imported", "dies"],
+)
+def test_what_no_test_has_found_is_not_caught(tmp_path: Path, old: str, new: str, verdict: str) -> None:
+    folder = _folder(tmp_path, checks="add(2, 3) == 5")
+    assert mutants.judge(folder, _mutant(old, new), _without_a_fault()).verdict == verdict
+
+
+def test_a_test_that_fails_anyhow_finds_nothing(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, checks="add(2, 3) == 6")
+    without = _without_a_fault(passed=False)
+    assert mutants.judge(folder, _mutant("a + b", "a - b"), without).verdict == f"pytest ended with 1, and {NOBODY}"
+
+
+def test_no_end_is_a_finding_only_where_the_fault_is_said_to_hang(tmp_path: Path) -> None:
+    """By pytest-timeout, and by the limit for a whole run."""
+    folder = _folder(tmp_path, checks="add(2, 3) == 5")
+    (folder / "sums.py").write_text("def add(a: int, b: int) -> int:\n    while True:\n        pass\n")
+    cut = mutants.run_tests(folder, ("test_sums.py", "--timeout", "1"))
+    assert cut.code == 1 and cut.endless == {"test_sums.py::test_add"}
+    ended = mutants.run_tests(folder, ("test_sums.py",), limit_s=1.0)
+    assert ended.code is None and not ended.failed
+    for said, by in ((cut, "test_sums.py::test_add"), (ended, "no end within 1 s")):
+        for hangs, verdict in ((True, "caught"), (False, "no test says so, one only does not end")):
+            mutant = _mutant("a + b", "a - b", hangs=hangs)
+            assert mutants.verdict_of(mutant, _without_a_fault(), said) == (verdict, by)
 
 
 @pytest.mark.parametrize(

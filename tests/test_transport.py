@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -88,6 +90,34 @@ def test_the_fake_keeps_the_contract() -> None:
     mailboxes = Mailboxes()
     on_ranks(mailboxes, RANKS, lambda rank: contract(rank, MailboxTransport(mailboxes, rank)))
     assert mailboxes.is_empty
+
+
+def test_the_real_one_keeps_the_contract_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a gloo of our own, whose ranks are threads."""
+    mailboxes, here = Mailboxes(), threading.local()
+
+    def post(buffer: torch.Tensor, peer: int, tag: int, group: object, *, sending: bool) -> Exchange:
+        assert group == "a group"
+        one = MailboxTransport(mailboxes, here.rank)
+        (one.submit_send if sending else one.submit_receive)(buffer, peer, tag)
+        return one.run()
+
+    def irecv(buffer: torch.Tensor, peer: int, group: object = None, tag: int = 0) -> Exchange:
+        return post(buffer, peer, tag, group, sending=False)
+
+    def isend(buffer: torch.Tensor, peer: int, group: object = None, tag: int = 0) -> Exchange:
+        return post(buffer, peer, tag, group, sending=True)
+
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(dist, "irecv", irecv)
+    monkeypatch.setattr(dist, "isend", isend)
+
+    def run(rank: int) -> None:
+        here.rank = rank
+        contract(rank, BatchedTransport("a group"))  # type: ignore[arg-type]
+
+    on_ranks(mailboxes, RANKS, run)
+    assert mailboxes.is_empty and mailboxes.delivered > RANKS
 
 
 def _gloo(rank: int, world_size: int) -> None:
