@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.datasets import utils as dataset_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -156,8 +158,18 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None) -> tu
     return train, valid, test
 
 
+def take_compiled_helpers() -> None:
+    """Where Megatron is a wheel's, which brings its dataset helpers compiled, keep it from compiling them at every start.
+
+    It would fail: the Makefile that it calls is in a checkout, and in no wheel.
+    """
+    if not Path(str(dataset_utils.__file__)).with_name("Makefile").exists():
+        dataset_utils.compile_helpers = lambda: None
+
+
 def main() -> None:
     """Read Megatron's command line and train."""
+    take_compiled_helpers()
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     datasets_provider.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it, not tensor rank 0 only

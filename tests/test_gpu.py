@@ -27,9 +27,9 @@ from hotspa_megatron.cli.described_run import check_flags
 from hotspa_megatron.cli.verify import read_users_command
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.strategy import Strategy
-from tests.job import home_on_the_fake_backend
+from tests.job import example_script, home_on_the_fake_backend
 from tests.spawn import run_ranks
-from tests.training import SHARDED, SP, arguments, flag, import_megatron, torchrun, verified, workspace
+from tests.training import RELEASE, SHARDED, SP, arguments, flag, import_megatron, torchrun, verified, workspace
 
 # ------------------------------------------------------------------------------------------------------------ trainings
 
@@ -95,7 +95,9 @@ FP8 = ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise")
 CASES = {
     "local": Case(segments=ALONE, kernels=LOCAL, more=(_UNFUSED,), modules=()),
     "te": Case(segments=ALONE, more=(_UNFUSED,)),
-    "te, flash": Case(segments=ALONE, more=(_UNFUSED, "--attention-backend", "flash"), modules=("flash_attn",)),
+    "te, flash": Case(
+        segments=ALONE, more=(_UNFUSED, "--attention-backend", "flash"), modules=("transformer_engine", "flash_attn")
+    ),
     "te, cudnn": Case(segments=ALONE, more=(_UNFUSED, "--attention-backend", "fused")),
     "local, fused": Case(segments=ALONE, kernels=LOCAL, modules=("fused_weight_gradient_mlp_cuda",)),
     "te, fused": Case(
@@ -125,6 +127,8 @@ CASES = {
 
 def skip_unless_possible(case: Case) -> None:
     """Skip where this machine cannot run a case, and say why."""
+    if RELEASE < (0, 19):
+        pytest.skip("the small training script of older releases has layers for CPU alone")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found < case.ranks:
         pytest.skip(f"needs {case.ranks} GPU{'s' if case.ranks > 1 else ''}, here are {found}")
@@ -230,6 +234,32 @@ def test_every_command_line_is_what_megatron_and_its_file_allow() -> None:
     without = (*CASES["te, fp8"].line(documents), *flag(SIBLINGS))
     with pytest.raises(AssertionError, match="--fp8-format: never ran"):
         run_ranks(_read, 1, [(1, without)], prepare=import_megatron, init_process_group=False)
+
+
+def _keeps_its_compiler(rank: int, world_size: int, place: str) -> bool:
+    from megatron.core.datasets import utils as dataset_utils
+
+    def compile_helpers() -> None:
+        raise AssertionError("make: no makefile found")
+
+    dataset_utils.compile_helpers, dataset_utils.__file__ = compile_helpers, place
+    example_script().take_compiled_helpers()
+    return bool(dataset_utils.compile_helpers is compile_helpers)
+
+
+@pytest.mark.skipif(RELEASE < (0, 19), reason="older releases have a script for CPU")
+def test_the_example_compiles_no_helpers_that_a_wheel_has_compiled(tmp_path: Path) -> None:
+    """On CPU the stand-in sees to it."""
+
+    def keeps() -> bool:
+        (kept,) = run_ranks(
+            _keeps_its_compiler, 1, str(tmp_path / "utils.py"), prepare=import_megatron, init_process_group=False
+        )
+        return bool(kept)
+
+    assert not keeps()
+    (tmp_path / "Makefile").touch()
+    assert keeps()
 
 
 class Attention(torch.nn.Module):
