@@ -251,14 +251,13 @@ def gpu_image(images: Images) -> GpuImage:
     checkout, kept = os.environ.get("MEGATRON_LM_PATH"), images.folder / "Megatron-LM.git"
     if not checkout:
         pytest.skip("MEGATRON_LM_PATH names no checkout of Megatron-LM")
-    reference = repository_of(Path(checkout), kept)
-    # Megatron asks for Python 3.12, which NVIDIA's image has, and this base may not.
-    settings = pip_settings(images.folder, "ignore-requires-python = true")
     values = {
         "BASE_IMAGE": images.base_with_torch(),
         "MEGATRON_REPOSITORY": "file:///mnt/Megatron-LM.git",
-        "MEGATRON_TAG": reference,
+        "MEGATRON_TAG": repository_of(Path(checkout), kept),
     }
+    # Last, as each build has a file of its own in the same place. Megatron asks for Python 3.12, which this base may lack.
+    settings = pip_settings(images.folder, "ignore-requires-python = true")
     chosen = [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
     made = GpuImage("localhost/hotspa-test-gpu:1", release_of(Path(checkout)))
     mount = ("--volume", f"{kept}:/mnt/Megatron-LM.git:ro")
