@@ -21,7 +21,7 @@ from hotspa_megatron.planning.param_layout import LogicalParameter
 from tests.job import SEQ_LENGTH, Mix, document, double_precision, region, single_precision, start, step_of
 from tests.reference_gpt import loss_and_gradients
 from tests.spawn import run_ranks
-from tests.training import RELEASE
+from tests.training import RELEASE, import_megatron
 
 # Many short documents, a few long ones, one longer than --seq-length, and two without a target or nearly so.
 LENGTHS = ((3, 9, 17, 5, 33, 12, 65, 2, 28, 7, 50, 1, 150, 16, 4, 31, 11, 62), (6, 14, 9, 5, 3, 20), (60, 65, 58, 40))
@@ -168,7 +168,57 @@ def _within(result: dict[str, Any], bound: float) -> float:
     return errors[worst]
 
 
+def test_a_guest_adds_256_micro_batches_up_in_single_precision_where_home_does() -> None:
+    """A large gradient, and 255 of a thousandth of it, each of which bf16 would lose."""
+    flags = (("--bf16",), ("--bf16", "--grad-reduce-in-bf16"))
+    single, half = run_ranks(_sums_of_micro_batches, 1, flags, timeout=240, prepare=import_megatron)[0]
+    assert {(dtype, travels) for _, dtype, travels in single} == {("torch.float32", "torch.float32")}
+    assert all(abs(total - 1.255) < 1e-3 for total, *_ in single) and len(single) > 3
+    # As the user asked; and what the first would be, did it not hold.
+    assert {(dtype, travels) for _, dtype, travels in half} == {("torch.bfloat16", "torch.bfloat16")}
+    assert all(total == 1.0 for total, *_ in half)
+
+
 # --------------------------------------------------------------------------------------------------------- on the ranks
+
+
+def _sums_of_micro_batches(
+    rank: int, world: int, jobs: tuple[tuple[str, ...], ...]
+) -> list[list[tuple[float, str, str]]]:
+    """Per job and every sixth bf16 parameter of a guest (which has home's layout, so that a rank alone will do): the sum of its
+    gradients, their precision, and that in which a fold carries them."""
+    from hotspa_megatron.hooks import install
+    from hotspa_megatron.hooks.model import build_guest, read_home
+    from hotspa_megatron.hooks.patching import Patches
+    from hotspa_megatron.hooks.session import Session
+
+    found = []
+    for flags in jobs:
+        builders: list[Any] = []
+        prepare, patches = Session.prepare_runner, Patches()
+
+        def prepared(self: Session, model: list[Any], build: Any, into: Any = builders, original: Any = prepare) -> Any:
+            into.append(build)
+            return original(self, model, build)
+
+        patches.set(Session, "prepare_runner", prepared)
+        session, model, _ = start(Mix((1, 1, 1), (), flags), world, torch.bfloat16)
+        patches.undo_all()
+        home = session.resolved.home.strategy
+        logical = read_home(model, home)
+        guest = build_guest(session.states, home, logical, logical.home_layers, builders[0])
+        guest.materialise()
+        sums = []
+        for parameter in list(guest.parameters.values())[::6]:
+            assert parameter.dtype is torch.bfloat16
+            parameter.data.zero_()
+            for micro_batch in range(256):
+                (parameter * (0.001 if micro_batch else 1.0)).sum().backward()
+            total = parameter.main_grad.flatten()[-1]
+            sums.append((float(total), str(total.dtype), str(session.runner._gradient_dtype)))
+        found.append(sums)
+        install.uninstall()
+    return found
 
 
 def _gradient_errors(

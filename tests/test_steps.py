@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ def test_timers_that_wait_for_every_rank_do_not_wait_for_idle_replicas() -> None
     # The step without a target: no loss, no gradient, nothing broken for the one after it.
     assert mixed.losses[3] == mixed.grad_norms[3] == 0.0
     assert mixed.losses[4] > 0
+    told = re.findall(
+        r"^hotspa: iteration (\d+): no token of this step counts towards the loss", mixed.output, re.MULTILINE
+    )
+    assert told == ["4"]
 
 
 @pytest.mark.parametrize(

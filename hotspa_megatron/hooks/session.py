@@ -128,7 +128,7 @@ class Session:
         seen = bool(files) or self.args.rank == self.args.world_size - 1
         return StepReport(
             args=self.args, planner=self.planner, estimates=Estimates(make, say_here) if seen else None,
-            log=StepLog(files), trace=None if self.trace is None else self.trace.add,
+            log=StepLog(files), trace=None if self.trace is None else self.trace.add, say=say,
         )  # fmt: skip
 
     def _plan_by_costs(self, logical: LogicalModel) -> StepPlanner:

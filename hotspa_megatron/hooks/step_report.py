@@ -294,9 +294,13 @@ class StepReport:
         estimates: Estimates | None,
         log: StepLog,
         trace: Callable[[StepSeen], None] | None,
+        say: Callable[[str], None],
     ) -> None:
-        """``estimates`` only on ranks whose figures anybody sees; ``trace`` takes steps as long as they are traced."""
+        """``estimates`` only on ranks whose figures anybody sees; ``trace`` takes steps as long as they are traced; ``say``
+        writes a line of the job's log."""
         self._args, self._planner, self._estimates, self._log, self._trace = args, planner, estimates, log, trace
+        self._say: Callable[[str], None] | None = say
+        """None once the one thing that it is for has been said."""
         self._last: StepFigures | None = None
         self._interval: StepFigures | None = None
         self._line: str | None = None
@@ -326,6 +330,12 @@ class StepReport:
         self._log.write(seen)
         if self._trace is not None:
             self._trace(seen)
+        if self._say is not None and not any(tokens for _, tokens in record.losses.values()):
+            self._say(
+                f"iteration {iteration}: no token of this step counts towards the loss, so loss and gradient are 0; "
+                "further such steps are not told"
+            )
+            self._say = None
 
     def during_log(self, iteration: int, *, first: bool, log: Callable[[], Any]) -> Any:
         """Run Megatron's ``training_log``, with our part in its line and in its writers; ``first`` resets nothing."""
