@@ -64,6 +64,13 @@ def test_ranks_together_hold_every_parameter_once_per_replica() -> None:
         assert sum(memory.numels(execution.strategy)) * tp == split + (whole - split) * tp
 
 
+@pytest.mark.parametrize("replicas", [3, 5, 7])
+def test_shards_that_do_not_divide_hold_all_state_together(replicas: int) -> None:
+    home, memory = strategy(replicas), MemoryModel(SHAPE, A800, replicas)
+    (numel,), shard = memory.numels(home), memory.optimizer_shard(home, 0)
+    assert numel % replicas and 12 * numel < replicas * shard < 12 * (numel + replicas)
+
+
 def test_without_a_distributed_optimizer_every_rank_holds_all_state() -> None:
     shape = replace(SHAPE, distributed_optimizer=False)
     home = strategy(16, tp=4)
