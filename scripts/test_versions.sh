@@ -12,7 +12,9 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 suite=(tests/test_launch.py tests/test_patches.py tests/test_training.py tests/test_steps.py tests/test_checkpoint.py
-    tests/test_samples.py tests/test_gradients.py tests/test_switching.py tests/test_get_batch.py)
+    tests/test_samples.py tests/test_gradients.py tests/test_switching.py tests/test_get_batch.py tests/test_compat.py
+    tests/test_flags.py tests/test_step_report.py tests/test_recompute.py tests/test_conversations.py tests/test_resume.py
+    tests/test_start_sample.py)
 releases=()
 while (($#)); do
     case $1 in

@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ from tests.test_gradients import SHARDED, SP, UNTIED, _gathered, _value, _worsen
 from tests.test_training import assert_equal, strategies_of
 from tests.training import (
     GUEST_AND_SIBLING,
+    RELEASE,
     SEED,
     STATIC,
     TP2_CP2,
@@ -56,6 +58,9 @@ from tests.training import (
 
 END = 287
 """End of document of a NullTokenizer of 288 ids."""
+needs_padding = pytest.mark.skipif(
+    RELEASE < (0, 18), reason="0.17's NullTokenizer has no token for padding, and SFTDataset fails"
+)
 
 # ---------------------------------------------------------------------------------------------------------------- lines
 
@@ -389,6 +394,7 @@ def test_the_rule_for_overlong_conversations_is_error_unless_given(tmp_path: Pat
 # ------------------------------------------------------------------------------------------- Megatron's own SFT dataset
 
 
+@needs_padding
 def test_labels_and_masks_are_those_of_megatrons_own_dataset() -> None:
     path = write_lines(workspace() / "compared.jsonl", [*LINES, *_talk(30, seed=3)])
     assert run_ranks(_compare_with_dataset, 1, path, prepare=import_megatron)[0] > 2000
@@ -688,6 +694,7 @@ def training_lines() -> Path:
     return write_lines(workspace() / "talk.jsonl", [placed[line] for line in range(40)])
 
 
+@needs_padding
 def test_mixed_training_on_conversations_equals_the_static_one_and_tokenises_once() -> None:
     static = conversation_run(STATIC, training_lines())
     mixed = conversation_run(GUEST_AND_SIBLING, training_lines(), before=_no_tokenising)
@@ -701,6 +708,7 @@ def test_mixed_training_on_conversations_equals_the_static_one_and_tokenises_onc
         assert run.losses[4] < run.losses[0]
 
 
+@needs_padding
 def test_other_prompt_formats_train_on_more() -> None:
     """Negative control: another mask is another training."""
     masked = conversation_run(STATIC, training_lines())
@@ -709,6 +717,22 @@ def test_other_prompt_formats_train_on_more() -> None:
         assert_equal("prompts", whole, dataclasses.replace(masked, iterations=masked.iterations[:2]), [masked, masked])
 
 
+class _WithoutPadding:
+    """As NullTokenizer is before 0.18; later ones raise where none is set."""
+
+    @property
+    def pad(self) -> int:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("tokenizer", [object(), _WithoutPadding(), SimpleNamespace(pad=None)])
+def test_a_tokenizer_without_padding_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=rf"--tokenizer-type: {type(tokenizer).__name__} has no token for padding"):
+        module._padding_of(tokenizer)
+    assert module._padding_of(SimpleNamespace(pad=286)) == 286
+
+
+@needs_padding
 @pytest.mark.parametrize(
     ("lines", "config", "more", "message"),
     [

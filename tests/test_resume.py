@@ -204,6 +204,7 @@ def test_what_is_written_beside_the_training_is_a_whole_checkpoint_or_none(tmp_p
         --save {folder} --save-interval 2 --async-save --async-strategy mcore --use-persistent-ckpt-worker
         --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --log-progress
     """.split()
+    folder.mkdir()  # 0.17 makes it after --log-progress has written there
     begins = 'if __name__ == "__main__":\n'
     head, main = SCRIPT.read_text().split(begins)
     script = tmp_path / "pretrain.py"

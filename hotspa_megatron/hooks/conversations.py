@@ -461,6 +461,17 @@ class Conversations:
             )
 
 
+def _padding_of(tokenizer: Any) -> int:
+    """The token that fills a line up. ValueError for a tokenizer that has none, with which SFTDataset fails, too."""
+    try:
+        return int(tokenizer.pad)
+    except (AttributeError, TypeError, NotImplementedError):
+        name = type(getattr(tokenizer, "_tokenizer", tokenizer)).__name__
+        raise ValueError(
+            f"--tokenizer-type: {name} has no token for padding, which --sft needs; choose another"
+        ) from None
+
+
 def conversations_from(
     dataset: Any, *, prompt_format: str, seed: int, seq_length: int, overlong: Overlong, log: Callable[[str], None]
 ) -> Conversations:
@@ -472,6 +483,7 @@ def conversations_from(
 
     members, weights = members_of(dataset, (SFTDataset,), what="conversations")
     config = members[0].config
+    padding = _padding_of(config.tokenizer)  # before all lines are tokenised for nothing
     files = tokenise_once(
         [member.dataset for member in members],
         config.tokenizer,
@@ -482,5 +494,5 @@ def conversations_from(
     sources = []
     for member, tokenised_file in zip(members, files, strict=True):
         lines = np.arange(len(tokenised_file.file)) if member.indices is None else np.asarray(member.indices)
-        sources.append(ConversationSource(tokenised_file, lines.astype(np.int64), config.tokenizer.pad))
+        sources.append(ConversationSource(tokenised_file, lines.astype(np.int64), padding))
     return Conversations(sources, weights, seed=seed, seq_length=seq_length, overlong=overlong)
