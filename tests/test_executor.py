@@ -400,6 +400,21 @@ def test_folds_add_each_guests_sum_once_to_what_home_owns(
             assert torch.equal(gradient, torch.where(masks[index] == 1, after[rank][index], before[rank][index]))
 
 
+def test_a_move_is_finished_once() -> None:
+    home = layout(SHAPE)
+    full = full_tensors(home)
+    (there,) = empty(home)
+    transport = MailboxTransport(Mailboxes(), 0)
+    reshard = Reshard(
+        plan_reshard([home], home, itemsize=4).for_rank(0), transport, accumulate=False, dtype=torch.float32
+    )
+    pending = reshard.begin(sources=everywhere(full, home), destination=there)
+    pending.finish()
+    with pytest.raises(RuntimeError, match="finished before"):
+        pending.finish()
+    assert equal([there], everywhere(full, home))
+
+
 def test_a_fold_is_added_at_finish_and_may_lose_its_source_before() -> None:
     home, guest = layout(SHAPE, tp=2), layout(SHAPE, dp=2)
     plan = plan_reshard([guest], home, itemsize=4)
