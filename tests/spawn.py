@@ -37,7 +37,8 @@ PRELOAD_VARIABLE = "HOTSPA_TEST_PRELOAD"
 GRACE_SECONDS = 2.0
 """How long the other ranks may take to report after the first failure: their tracebacks often name the real cause."""
 DUMP_SECONDS = 0.5
-LOG_TAIL = 8000
+LOG_TAIL = 20_000
+"""Characters of a rank's output that are shown: a chain of errors out of Megatron takes a half of that."""
 
 
 @dataclass
@@ -272,11 +273,15 @@ def _collect(ranks: list[_Rank], deadline: float, grace: float) -> None:
 
 
 def _stopped(rank: _Rank) -> bool:
+    return rank.process.pid is not None and process_state(rank.process.pid) == "T"
+
+
+def process_state(pid: int) -> str | None:
+    """The letter that Linux has for a process's state; None for one that is gone."""
     try:
-        state = Path(f"/proc/{rank.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state == "T"
+        return None
 
 
 def _describe(ranks: list[_Rank], fn: Callable[..., Any], timeout: float) -> str:

@@ -63,6 +63,12 @@ class Session:
         self.report: StepReport | None = None
         self.trace: Trace | None = None
         self.watchdog: Watchdog | None = None
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+    @property
+    def launcher_is_gone(self) -> bool:
+        """Whether torchrun, which started this rank, has ended before it."""
+        return self._launcher is not None and os.getppid() != self._launcher
 
     def stop_watching(self) -> None:
         """End the watchdog's threads, where they run."""

@@ -35,6 +35,10 @@ def train_under_several_strategies(original: Callable[..., Any]) -> Callable[...
         report = session.report
         assert report is not None
         session.progress.step(session.args.curr_iteration + 1)
+        if session.launcher_is_gone:
+            # Ranks would train on for as long as none fails, beside the job that is started in their place.
+            problem = "torchrun, which started this rank, is gone, and with it what ends all ranks where one fails"
+            refuse(RuntimeError(f"{problem}; start the job again"), code=1)
         bound = signature.bind(*positional, **options)
         get_batch.serve(bound.arguments["forward_step_func"], patches, adapter=session.resolved.config.get_batch)
         done: list[tuple[Any, StepRecord, Mark]] = []
