@@ -11,18 +11,20 @@ Exit code 1: a fault survived, or the list is wrong; its name is printed.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 TIME_LIMIT_S: Final = 900
@@ -37,6 +39,10 @@ examples:
 
 PLANNING: Final = "hotspa_megatron/planning"
 RUNTIME: Final = "hotspa_megatron/runtime"
+
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -720,6 +726,33 @@ def judge(folder: Path, mutant: Mutant, whole: Said) -> Outcome:
     return Outcome(name=mutant.name, path=mutant.path, verdict=verdict, by=by, seconds=round(seconds, 1))
 
 
+def in_copies(
+    copies: Sequence[Path], items: Sequence[Item], run: Callable[[Path, Item], Result], alone: Callable[[Item], bool]
+) -> Iterator[tuple[Item, Result]]:
+    """``run(copy, item)`` of each, as many at once as there are copies; those that are to run ``alone`` come last, so."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for each in copies:
+        free.put(each)
+
+    def taken(item: Item) -> tuple[Item, Result]:
+        folder = free.get()
+        try:
+            return item, run(folder, item)
+        finally:
+            free.put(folder)
+
+    with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
+        beside = [pool.submit(taken, item) for item in items if not alone(item)]
+        try:
+            for done in concurrent.futures.as_completed(beside):
+                yield done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    for item in items:
+        if alone(item):
+            yield taken(item)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what was asked for; 0 where every fault was caught."""
     parser = argparse.ArgumentParser(
@@ -732,9 +765,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="faults with TEXT in their names")
     parser.add_argument("--single", action="store_true", help="leave out those whose tests start several processes")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="faults at a time, each in a copy (the cores)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON; progress goes to stderr")
     options = parser.parse_args(argv)
     chosen = [each for each in MUTANTS if options.only in each.name and not (options.single and each.ranks)]
+    if options.jobs < 1:
+        parser.error(f"--jobs {options.jobs}: give at least 1")
     if not chosen:
         parser.error(f"--only {options.only!r}: no fault has that in its name; see --list")
     if options.list:
@@ -748,23 +790,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr if options.json else sys.stdout, flush=True)
 
-    outcomes = []
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        folder = Path(name)
-        copy_tree(folder)
+        copies = [Path(name) / str(number) for number in range(options.jobs)]
+        for copy in copies:
+            copy_tree(copy)
+        # Tests that start several ranks take all cores as it is.
+        alone = {each.tests for each in chosen if each.ranks}
+        runs = [(tests, tests in alone) for tests in dict.fromkeys(each.tests for each in chosen)]
         whole = {}
-        for tests in dict.fromkeys(each.tests for each in chosen):
-            whole[tests] = run_tests(folder, tests)
-            if whole[tests].code != 0:
-                say(
-                    f"{' '.join(tests)} fails without any fault: {' '.join(whole[tests].failed[:1]) or whole[tests].last}"
-                )
+        for (tests, _), said in in_copies(
+            copies, runs, lambda folder, run: run_tests(folder, run[0]), lambda run: run[1]
+        ):
+            whole[tests] = said
+            if said.code != 0:
+                say(f"{' '.join(tests)} fails without any fault: {' '.join(said.failed[:1]) or said.last}")
                 return 1
         say(f"{len(chosen)} faults; their tests pass without one")
-        for number, mutant in enumerate(chosen, 1):
-            outcome = judge(folder, mutant, whole[mutant.tests])
+        judged = in_copies(
+            copies,
+            chosen,
+            lambda folder, mutant: judge(folder, mutant, whole[mutant.tests]),
+            lambda mutant: mutant.ranks,
+        )
+        for _, outcome in judged:
             outcomes.append(outcome)
-            say(f"[{number}/{len(chosen)}] {outcome.name}: {outcome.verdict} ({outcome.seconds:.0f} s) {outcome.by}")
+            say(
+                f"[{len(outcomes)}/{len(chosen)}] {outcome.name}: {outcome.verdict} ({outcome.seconds:.0f} s) {outcome.by}"
+            )
     bad = [each for each in outcomes if not each.is_good]
     if options.json:
         print(json.dumps([asdict(each) for each in outcomes], indent=2))

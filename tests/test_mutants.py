@@ -110,8 +110,10 @@ def test_no_end_is_a_finding_only_where_the_fault_is_said_to_hang(tmp_path: Path
 @pytest.mark.parametrize(
     ("checks", "code", "said"), [("add(2, 3) == 5", 0, "1 of 1 faults"), ("add(0, 0) == 0", 1, "survived")]
 )
+@pytest.mark.parametrize("jobs", ["1", "3"])
 def test_a_survivor_fails_the_run(
     tmp_path: Path,
+    jobs: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     checks: str,
@@ -123,9 +125,11 @@ def test_a_survivor_fails_the_run(
     monkeypatch.setattr(
         mutants,
         "copy_tree",
-        lambda folder: [(folder / path.name).write_text(path.read_text()) for path in tree.glob("*.py")],
+        lambda folder: (
+            folder.mkdir() or [(folder / path.name).write_text(path.read_text()) for path in tree.glob("*.py")]
+        ),
     )
-    assert mutants.main([]) == code
+    assert mutants.main(["--jobs", jobs]) == code
     assert said in capsys.readouterr().out
 
 
