@@ -56,6 +56,11 @@ def test_a_file_that_ends_early_is_one_only_where_it_is_read() -> None:
     assert cause_in_files(EOFError("Ran out of input"), reading=True) == "Ran out of input"
 
 
+def test_a_rank_that_reads_by_itself_is_not_called_rank_0() -> None:
+    error = CheckpointException("read", {0: (FULL, None)})  # type: ignore[dict-item]
+    assert cause_in_files(error, reading=True) == "No space left on device (a/b)"
+
+
 def test_a_shard_that_is_cut_short_is_a_files_fault(tmp_path: Path) -> None:
     for keep in (10, 600):
         torch.save(torch.zeros(1000), tmp_path / "shard")

@@ -73,6 +73,8 @@ def peer_lost(error: BaseException) -> str | None:
 def cause_in_files(error: BaseException, *, reading: bool) -> str | None:
     """What a file system or a file's content has to do with a failed save or load, in one line; None for nothing."""
     for where, each in _behind(error):
+        if reading:
+            where = ""  # each rank reads by itself, and torch calls every one of them rank 0 then
         if isinstance(each, ConnectionError) or (isinstance(each, EOFError) and not reading):
             continue  # of a process or a socket, not of a file
         if isinstance(each, OSError) and each.errno is not None:
