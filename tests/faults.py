@@ -24,7 +24,6 @@ from typing import Any, Final, Literal, NamedTuple
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.runtime.transport import Pace
 from hotspa_megatron.runtime.watchdog import Place, Progress, Watchdog
-from tests.spawn import process_state
 
 CHUNKS: Final = 3
 """Batches of messages of a switch that sends any, at ``PACE``, on every rank; a fold has one."""
@@ -78,9 +77,9 @@ class Traces:
         folder.mkdir(exist_ok=True)
 
     def struck(self, number: int) -> float | None:
-        """When the fault of this number struck (``time.monotonic``); None where it did not."""
-        file = self._folder / f"struck-{number}"
-        return float(file.read_text()) if file.exists() and file.read_text() else None
+        """When the fault of this number struck first (``time.monotonic``); None where it did not."""
+        lines = self._lines(f"struck-{number}")
+        return float(lines[0]) if lines else None
 
     def said(self, rank: int) -> list[Said]:
         """What the watchdog found on a rank, and the loss of a peer."""
@@ -90,10 +89,9 @@ class Traces:
         """All the points that a rank has come to."""
         return set(self._lines(f"points-{rank}"))
 
-    def running(self) -> list[int]:
-        """Ids of the ranks' processes that have not ended."""
-        ids = [int(id) for file in self._folder.glob("process-*") for id in file.read_text().split()]
-        return [id for id in ids if process_state(id) not in (None, "Z")]
+    def processes(self) -> list[int]:
+        """Ids of the ranks' processes."""
+        return [int(line) for file in sorted(self._folder.glob("process-*")) for line in self._lines(file.name)]
 
     def note(self, name: str, line: str) -> None:
         with (self._folder / name).open("a") as file:

@@ -4,6 +4,7 @@ nothing had happened. A rank that stands still is named; one that is slow change
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -23,7 +24,7 @@ from typing import get_args
 import pytest
 
 from tests.faults import POINTS, SAVED, TRACKER, Fault, Kind, Traces, plant
-from tests.spawn import REPOSITORY
+from tests.spawn import REPOSITORY, process_state
 from tests.training import SCRIPT, TWO_GUESTS, Home, Job, Run, arguments, flag, log_steps, train, workspace
 
 # Without a sharded optimizer: stock Megatron does not restore that one on CPU.
@@ -322,7 +323,8 @@ def torchrun(
         textwrap.dedent(f"""
             import pathlib
             from tests.faults import Fault, plant
-            plant({list(faults)!r}, pathlib.Path({str(folder)!r}), end=False)
+            if __name__ == "__main__":  # and no process that a checkpoint's writer spawns
+                plant({list(faults)!r}, pathlib.Path({str(folder)!r}), end=False)
             exec(compile(pathlib.Path({str(SCRIPT)!r}).read_text(), {str(SCRIPT)!r}, "exec"))
         """)
     )
@@ -339,14 +341,19 @@ def torchrun(
             if sent is not None:
                 process.send_signal(sent)
             code = process.wait(2 * END_S)
-            while traces.running() and time.monotonic() < began + 2 * END_S:
+            while (
+                any(process_state(rank) not in (None, "Z") for rank in traces.processes())
+                and time.monotonic() < began + 2 * END_S
+            ):
                 time.sleep(0.1)
             seconds = time.monotonic() - began
         finally:
             process.kill()
             process.wait()
-            for rank in traces.running():
-                os.kill(rank, signal.SIGKILL)
+            # Each rank leads a group, in which helpers of a checkpoint's writer outlive a rank that was killed.
+            for rank in traces.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(rank, signal.SIGKILL)
     return Launched(code, errors.read_text(errors="replace").splitlines(), seconds)
 
 
