@@ -25,6 +25,7 @@ from tests.training import (
     GUEST_AND_SIBLING,
     PIPELINED_GUEST,
     SCRIPT,
+    SHARDED,
     SP,
     STATIC,
     TWO_GUESTS,
@@ -195,11 +196,19 @@ DIES_WHILE_IT_WRITES = """
 
 
 @pytest.mark.parametrize(
-    "dies", [False, pytest.param(True, marks=pytest.mark.long)], ids=["ends well", "dies in a save"]
+    ("home", "dies"),
+    [
+        (Home(2, 1, 1, ()), False),
+        pytest.param(Home(1, 1, 1, (SHARDED,)), False, marks=pytest.mark.long),
+        pytest.param(Home(2, 1, 1, ()), True, marks=pytest.mark.long),
+    ],
+    ids=["ends well", "ends well with a sharded optimizer", "dies in a save"],
 )
-def test_what_is_written_beside_the_training_is_a_whole_checkpoint_or_none(tmp_path: Path, dies: bool) -> None:
+def test_what_is_written_beside_the_training_is_a_whole_checkpoint_or_none(
+    tmp_path: Path, home: Home, dies: bool
+) -> None:
     """--async-save as people run it: each rank's writer is a process that finds what it needs by the script's name."""
-    home, both, folder = Home(2, 1, 1, ()), "strategies: [{max_length: 64, tp: 1}]", tmp_path / "saved"
+    both, folder = f"strategies: [{{max_length: 64, tp: {3 - home.tp}}}]", tmp_path / "saved"
     save = f"""
         --save {folder} --save-interval 2 --async-save --async-strategy mcore --use-persistent-ckpt-worker
         --no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --log-progress
@@ -226,6 +235,9 @@ def test_what_is_written_beside_the_training_is_a_whole_checkpoint_or_none(tmp_p
     unbroken = train(Job(line(home, iterations=6), both, ranks=2))
     assert resumed.iterations == unbroken.iterations[min(last, 4) :]
     assert resumed.parameters == unbroken.parameters
+    stock = train(Job(line(home, *go_on, iterations=6), None, ranks=2, hooks=False))
+    assert [each.number for each in stock.iterations] == [each.number for each in resumed.iterations]
+    assert stock.loaded == resumed.loaded != unbroken.parameters
 
 
 # ------------------------------------------------------------------------------------------------- in another layout

@@ -149,11 +149,12 @@ def test_the_first_sample_may_be_0() -> None:
     assert [(each.number, each.consumed_samples) for each in run.iterations] == [(4, 16), (5, 32)]
 
 
-def test_a_running_job_takes_the_flag_up_and_drops_it_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("optimizer", [(SHARDED,), pytest.param((), marks=pytest.mark.long)], ids=["sharded", "plain"])
+def test_a_running_job_takes_the_flag_up_and_drops_it_again(tmp_path: Path, optimizer: tuple[str, ...]) -> None:
     """With Megatron's own samples."""
 
     def part(text: str | None, *more: str) -> Run:
-        line = arguments(SHARDED, *RESET, *more, iterations=6)
+        line = arguments(*optimizer, *RESET, *more, iterations=6)
         line = tuple(each for each in line if each != "--no-create-attention-mask-in-dataloader")
         return train(Job(line, text, ranks=2, hooks=text is not None))
 
