@@ -163,7 +163,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], Change], str]] = {
 )
 def test_a_job_whose_ranks_differ_ends_with_one_line_each(what: str, tmp_path: Path) -> None:
     make, message = DIFFERENCES[what]
-    line = arguments("--save", str(tmp_path), tp=2, iterations=1)
+    line = arguments("--save", str(tmp_path), "--save-interval", "100", tp=2, iterations=1)
     with pytest.raises(AssertionError) as caught:
         # Rank 0 speaks first, the others when no launcher has ended them.
         train(Job(line, CONFIG, ranks=2, before=functools.partial(_given_to_rank_1, make())), grace=20)
