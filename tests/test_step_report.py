@@ -24,7 +24,7 @@ from hotspa_megatron.planning.step_time import StepTime
 from hotspa_megatron.strategy import Kind
 from tests.spawn import run_ranks
 from tests.test_launch import refused
-from tests.training import SCRIPT, SHARDED, SP, Job, arguments, flag, import_megatron, train_on_this_rank
+from tests.training import SCRIPT, SHARDED, SP, Job, arguments, flag, import_megatron, train, train_on_this_rank
 
 CONFIG = """
 strategies:
@@ -158,6 +158,19 @@ def test_megatrons_line_ends_with_means_over_its_interval(
         assert values["modelled static (ms)"] == pytest.approx(1e3 * statistics.fmean(
             step.static_modelled_s or 0 for step in own), rel=0.06)  # fmt: skip
         assert 0 <= values["hidden (%)"] < 100 and values["gain over modelled static"] > 0
+
+
+def test_tensorboard_itself_has_what_it_was_given(tmp_path: Path) -> None:
+    """Not a recorder in its place; where the package is."""
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard")
+    where = ("--tensorboard-dir", str(tmp_path / "events"), "--tensorboard-log-interval", "1")
+    config = CONFIG.replace("trace: watched\n", "")
+    run = train(Job(arguments(SHARDED, *where, tp=2, iterations=STEPS), config, ranks=RANKS))
+    found = events.EventAccumulator(str(tmp_path / "events")).Reload()
+    for name, of in (("tokens", lambda step: step.tokens), ("segments", lambda step: len(step.segments))):
+        scalars = found.Scalars(f"hotspa/{name}")
+        assert [each.step for each in scalars] == list(range(1, STEPS + 1))
+        assert [each.value for each in scalars] == [of(step) for step in run.steps]
 
 
 def test_writers_get_every_steps_figures(watched: list[Seen], steps: list[run_folder.StepEntry]) -> None:
