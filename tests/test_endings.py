@@ -92,15 +92,31 @@ def test_whether_another_rank_was_lost(error: BaseException, lost: bool) -> None
     assert (peer_lost(error) is not None) == lost
 
 
+class _Memory:
+    """A store of a job's, as far as its end needs one."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self.values.setdefault(key, desired.encode())
+
+
 def _ended(
-    error: BaseException, progress: Any, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, progress: Any, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, connect: Any = None
 ) -> tuple[BaseException, list[str], float]:
     """What a job that fails with ``error`` ends with, what it says, and how long it waits before."""
     said: list[str] = []
     waited: list[float] = [0.0]
     monkeypatch.setattr(endings.time, "sleep", waited.append)
     with pytest.raises(type(error) if not isinstance(error, KeyboardInterrupt) else BaseException) as caught, \
-            told(lambda: progress, said.append):  # fmt: skip
+            told(lambda: progress, said.append, rank=rank, connection=lambda: connect):  # fmt: skip
         raise error
     return caught.value, said, sum(waited)
 
@@ -112,6 +128,33 @@ def test_a_lost_rank_and_an_interrupt_are_said_with_the_place(monkeypatch: pytes
     assert error is GLOO and waited > 1 and said[0].startswith("lost another rank at step 3, planning: [/pytorch")
     end, said, _ = _ended(KeyboardInterrupt(), progress, monkeypatch)
     assert isinstance(end, SystemExit) and end.code == INTERRUPTED and said == ["interrupted at step 3, planning"]
+
+
+def test_who_only_lost_a_rank_says_which_one_failed_first_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress, store = Progress(), _Memory()
+    progress.step(3)
+
+    def said_by(rank: int, error: BaseException, connect: Any = lambda: store) -> list[str]:
+        return _ended(error, progress, monkeypatch, rank=rank, connect=connect)[1]
+
+    lost = f"lost another rank at step 3, planning: {GLOO}"
+    assert said_by(0, GLOO) == [lost]  # one that was killed
+    refused = SystemExit(2)
+    refused.__cause__ = ValueError("--save: no room\nmore")
+    for rank, error in ((2, refused), (1, KeyError("a")), (3, SystemExit(16))):
+        assert said_by(rank, error) == []
+    assert said_by(0, GLOO) == [lost, "the first to fail: rank 2 at step 3, planning: --save: no room"]
+    store.values.clear()
+    said_by(1, KeyError("a"))
+    assert said_by(0, GLOO) == [lost, "the first to fail: rank 1 at step 3, planning: KeyError: 'a'"]
+    # A store whose owner is gone costs nothing but the name.
+    for connect in (None, _no_store):
+        assert said_by(0, GLOO, connect) == [lost]
+        assert said_by(0, KeyError("a"), connect) == []
+
+
+def _no_store() -> Any:
+    raise ConnectionError("no store")
 
 
 def test_other_errors_and_other_jobs_pass_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

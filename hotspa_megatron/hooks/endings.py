@@ -1,7 +1,8 @@
 """How a training ends that does not end well: who speaks, and in which words.
 
-The first rank that fails has the cause; the others only lose a peer, within milliseconds. They say so in one line and wait
-a moment, so that a launcher ends them before their errors cover the first one. What is nobody's bug (an interrupt, a full
+The first rank that fails has the cause, and leaves it in the job's store; the others only lose a peer, within milliseconds.
+They say so in one line, and what the first one left in another, and wait a moment, so that a launcher ends them before
+their errors cover the first one. What is nobody's bug (an interrupt, a full
 disk, a checkpoint that cannot be read) is one line, too. Used by the wrappers of Megatron's own
 functions in ``startup`` and ``checkpoint_hooks``.
 """
@@ -12,19 +13,24 @@ import contextlib
 import pickle  # nosec B403: for its exception alone
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from hotspa_megatron.runtime.watchdog import Progress
+from hotspa_megatron.runtime.watchdog import Progress, Store
+
+_Found = TypeVar("_Found")
 
 INTERRUPTED: Final = 130
 """Exit code after SIGINT, as shells have it."""
 _YIELD_S: Final = 3.0
+_STORE_S: Final = 2.0
+_FIRST: Final = "failed first"
 _SHOWN: Final = 300
 _OF_A_PEER: Final = re.compile(
     r"gloo/transport|Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting|Socket Timeout|"
@@ -38,10 +44,16 @@ _OF_A_FILE: Final = re.compile(
 
 
 @contextlib.contextmanager
-def told(progress: Callable[[], Progress | None], say: Callable[[str], None]) -> Iterator[None]:
+def told(
+    progress: Callable[[], Progress | None],
+    say: Callable[[str], None],
+    *,
+    rank: int,
+    connection: Callable[[], Callable[[], Store] | None],
+) -> Iterator[None]:
     """Around a whole job: say where it was when it was interrupted or lost a peer. Every other error passes as it is.
 
-    ``progress`` gives None where the job is not ours.
+    ``progress`` gives None where the job is not ours; ``connection``, how to reach the job's store, None where there is none.
     """
     try:
         yield
@@ -53,10 +65,42 @@ def told(progress: Callable[[], Progress | None], say: Callable[[str], None]) ->
         raise SystemExit(INTERRUPTED) from None
     except BaseException as error:  # torch's own for checkpoints is no Exception
         found, lost = progress(), peer_lost(error)
+        if found is not None and lost is None and (cause := _own(error)):
+            _in_store(
+                connection(),
+                lambda store: store.compare_set(_FIRST, "", f"rank {rank} at {found.now[0]}: {cause}"),
+            )
         if found is not None and lost is not None:
             say(f"lost another rank at {found.now[0]}: {lost}")
+            # Then, as a launcher may leave no time for it.
+            first = _in_store(connection(), lambda store: store.multi_get([_FIRST]) if store.check([_FIRST]) else [])
+            if first:
+                say(f"the first to fail: {first[0].decode()}")
             time.sleep(_YIELD_S)
         raise
+
+
+def _own(error: BaseException) -> str | None:
+    """An error of this rank's in one line; None where it ends as it should."""
+    if isinstance(error, SystemExit):
+        # ``refuse`` has said why; Megatron ends all ranks so, each for itself.
+        return None if error.__cause__ is None else _first_line(error.__cause__)
+    return f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _in_store(connect: Callable[[], Store] | None, do: Callable[[Store], _Found]) -> _Found | None:
+    """What ``do`` finds in the job's store; None where that does not answer soon: its owner may be what has failed."""
+    found: list[_Found] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):
+            if connect is not None:
+                found.append(do(connect()))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_STORE_S)
+    return found[0] if found else None
 
 
 def peer_lost(error: BaseException) -> str | None:

@@ -202,7 +202,7 @@ def refuse(error: Exception, *, code: int = 2) -> NoReturn:
         time.sleep(3)
     sys.stderr.write(f"hotspa: {f'rank {rank}: ' if rank else ''}{error}\n")
     sys.stderr.flush()
-    raise SystemExit(code)
+    raise SystemExit(code) from error
 
 
 def _run_folder(args: Any, trace: str | None) -> Path | None:

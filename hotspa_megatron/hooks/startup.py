@@ -27,7 +27,7 @@ from hotspa_megatron.planning.communicators import ASSUMPTION
 from hotspa_megatron.planning.topology import Topology
 from hotspa_megatron.runtime.attention import PackedDotProductAttention, make_norm
 from hotspa_megatron.runtime.transport import BatchedTransport
-from hotspa_megatron.runtime.watchdog import Progress
+from hotspa_megatron.runtime.watchdog import Progress, Store, connection_beside
 from hotspa_megatron.strict_yaml import config_error
 
 _NOT_RUN: Final = (
@@ -76,7 +76,8 @@ def remember_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
     def pretrain(*positional: Any, **options: Any) -> Any:
         global _forward_step
         _forward_step = signature.bind(*positional, **options).arguments["forward_step_func"]
-        with endings.told(_progress, say_here):
+        rank = int(os.environ.get("RANK", "0"))
+        with endings.told(_progress, say_here, rank=rank, connection=_connection):
             try:
                 return original(*positional, **options)
             finally:
@@ -95,6 +96,10 @@ def forget() -> None:
 def _progress() -> Progress | None:
     session = current_session()
     return None if session is None else session.progress
+
+
+def _connection() -> Callable[[], Store] | None:
+    return connection_beside(dist.distributed_c10d._get_default_store()) if dist.is_initialized() else None
 
 
 def plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -198,6 +198,8 @@ class Store(Protocol):
 
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
 
 class _Heard(NamedTuple):
     """What the others have said during a stall. ``since``: which stall; ``begun``, ``now``: when it was first and last asked
