@@ -457,6 +457,17 @@ def test_an_empty_tracker_is_refused_and_names_the_newest_whole_checkpoint(tmp_p
         )
 
 
+def test_a_folder_that_cannot_be_saved_to_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    """Megatron finds out at its first save, hours later."""
+    file = tmp_path / "file"
+    file.write_text("")
+    save = ("--save", str(file / "deep" / "er"), "--save-interval", "2")
+    line = refusal(Job(arguments(SHARDED, *save), GUEST, ranks=2, before=_no_process_group))
+    assert line == f"--save: {file / 'deep' / 'er'}: {file} is no folder; name a folder that this job may write to"
+    checkpoint._check_room(tmp_path / "deep" / "er")
+    assert not (tmp_path / "deep").exists()
+
+
 @pytest.mark.parametrize("text", ["\0\0", "3 4", "-1", "releas"])
 def test_a_tracker_that_names_no_iteration_is_refused(tmp_path: Path, text: str) -> None:
     tracker = tmp_path / "latest_checkpointed_iteration.txt"

@@ -62,13 +62,17 @@ def test_from_a_checkpoint_the_steps_after_it_are_run(config: Path, tmp_path: Pa
     assert line[line.index("--exit-interval") + 1] == "5"
 
 
+LOCAL = ["--transformer-impl", "local"]
+
+
 @pytest.mark.parametrize(
     ("samples", "more", "why"),
     [
         ("documents", [], "samples: documents is not what it trains on"),
-        ("megatron", ["--no-create-attention-mask-in-dataloader"], "it attends across documents"),
-        ("megatron", ["--context-parallel-size", "2"], "under context parallelism it attends across documents"),
-        ("megatron", [], None),
+        ("megatron", [*LOCAL, "--no-create-attention-mask-in-dataloader"], "it attends across documents"),
+        ("megatron", [*LOCAL, "--context-parallel-size", "2"], "under context parallelism it attends across documents"),
+        ("megatron", [], "with --transformer-impl transformer_engine it attends across documents"),
+        ("megatron", LOCAL, None),
     ],
 )
 def test_stock_megatron_is_run_where_it_trains_the_same(

@@ -102,6 +102,19 @@ def test_a_stopped_rank_is_named_once_and_again_in_another_stall(monkeypatch: py
             )
 
 
+def test_a_rank_that_was_stopped_itself_blames_nobody_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it knows of others is from before, and its connection may be a moment late."""
+    job = _Job(2, monkeypatch)
+    job.train(1)
+    assert job.wait(5) == {}
+    said = job.wait(2 * SECONDS, stopped=[0])
+    assert sorted(said) == [1]
+    assert job.ranks[0].finding() is None  # goes on, a minute or two later
+    assert job.wait(SECONDS / 2) == {}
+    # Nothing keeps it from being told of a stall that begins then.
+    assert 0 in job.wait(2 * SECONDS, stopped=[1])
+
+
 def test_a_rank_that_hangs_in_its_own_code_still_beats_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     job = _Job(3, monkeypatch)
     job.train(7)

@@ -125,7 +125,8 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
         sequences_per_step=sequences,
         stock_tokens_per_step=(batch or sequences) * line.shape.seq_length,
         recompute=recompute_of(arguments, line),
-        selective=_word(arguments, "--recompute-granularity") == "selective" or "--recompute-activations" in arguments,
+        selective=word_of(arguments, "--recompute-granularity") == "selective"
+        or "--recompute-activations" in arguments,
     )
 
 
@@ -198,14 +199,15 @@ def whole_of(arguments: Sequence[str], flag: str, *, most: int = LARGEST_INTEGER
 def recompute_of(arguments: Sequence[str], line: MegatronCommandLine) -> float:
     """The share of layers that the command line recomputes in full."""
     return recomputed_share(
-        _word(arguments, "--recompute-granularity"),
-        _word(arguments, "--recompute-method"),
+        word_of(arguments, "--recompute-granularity"),
+        word_of(arguments, "--recompute-method"),
         whole_of(arguments, "--recompute-num-layers"),
         layers_of_a_stage=line.shape.num_layers / (line.home.pp * line.home.vpp),
     )
 
 
-def _word(arguments: Sequence[str], flag: str) -> str | None:
+def word_of(arguments: Sequence[str], flag: str) -> str | None:
+    """The word given for a flag, the last one as argparse takes it."""
     found = None
     for argument, after in zip(arguments, [*arguments[1:], None], strict=True):
         if argument == flag:

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from hotspa_megatron.cli import tables
-from hotspa_megatron.cli.described_run import whole
+from hotspa_megatron.cli.described_run import whole, word_of
 from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.config import HotSPaConfig, load_config
+from hotspa_megatron.hooks.flags import why_stock_crosses_documents
 from hotspa_megatron.hooks.rank_log import RANK_LOG_VARIABLE
 from hotspa_megatron.strategy import Strategy
 
@@ -222,10 +223,12 @@ def read_users_command(command: Sequence[str]) -> UsersCommand:
 def _why_without_stock(command: Sequence[str], config: HotSPaConfig, home: Strategy) -> str:
     if config.samples != "megatron":
         return f"samples: {config.samples} is not what it trains on"
-    # Only the data loader's mask keeps its attention within a document, and it is not cut for context parallelism.
-    if "--no-create-attention-mask-in-dataloader" in command:
-        return "with --no-create-attention-mask-in-dataloader it attends across documents"
-    return "under context parallelism it attends across documents" if home.cp > 1 else ""
+    why = why_stock_crosses_documents(
+        mask_in_dataloader="--no-create-attention-mask-in-dataloader" not in command,
+        transformer_impl=word_of(command, "--transformer-impl") or "transformer_engine",
+        cp=home.cp,
+    )
+    return why or ""
 
 
 def without(command: Sequence[str], flags: Mapping[str, int]) -> list[str]:

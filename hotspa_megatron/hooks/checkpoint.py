@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -48,6 +49,8 @@ def check(args: Any, config: HotSPaConfig) -> None:
 
     Needs no process group. What only Megatron's own loading can tell (other formats, non-persistent checkpoints) passes.
     """
+    if args.save is not None:
+        _check_room(Path(args.save))
     saved = _saved(args)
     if saved is not None:
         first_sample(args, saved.args, config)
@@ -128,6 +131,16 @@ def _saved(args: Any) -> _Saved | None:
         return None
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     return _Saved(common["args"], metadata.get("distrib_optim_sharding_type"))
+
+
+def _check_room(folder: Path) -> None:
+    """ValueError for a --save that cannot be written, which Megatron finds at its first save."""
+    there = folder
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no folder" if not there.is_dir() else "cannot be written"
+        raise ValueError(f"--save: {folder}: {there} {why}; name a folder that this job may write to")
 
 
 def _check_tracker(tracker: Path) -> None:

@@ -330,3 +330,16 @@ def conflicts(arguments: Sequence[str]) -> list[Refusal]:
     said = SimpleNamespace(pipeline_model_parallel_size=1, step_batch_size_schedule=None)
     vars(said).update({names[flag]: value for flag, value in given.items() if flag in names})
     return [row for row in refusals() if row.asked(said)]
+
+
+def why_stock_crosses_documents(*, mask_in_dataloader: bool, transformer_impl: str, cp: int) -> str | None:
+    """Why stock Megatron attends across document ends in spite of --reset-attention-mask; None where it does not.
+
+    Only the data loader's mask keeps it within a document. It is not cut for context parallelism, and Transformer Engine's
+    causal attention passes over it (its documentation; not run).
+    """
+    if not mask_in_dataloader:
+        return "with --no-create-attention-mask-in-dataloader it attends across documents"
+    if transformer_impl != "local":
+        return f"with --transformer-impl {transformer_impl} it attends across documents"
+    return "under context parallelism it attends across documents" if cp > 1 else None

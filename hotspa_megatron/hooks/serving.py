@@ -13,6 +13,7 @@ from typing import Any
 from hotspa_megatron.hooks import checkpoint
 from hotspa_megatron.hooks.conversations import conversations_from
 from hotspa_megatron.hooks.data import StepLoader
+from hotspa_megatron.hooks.flags import why_stock_crosses_documents
 from hotspa_megatron.hooks.samples import (
     CheckedSamples,
     Documents,
@@ -78,6 +79,14 @@ def _loader(session: Session, train: Any) -> StepLoader:
     except ValueError as error:
         refuse(error)
     say(samples.describe(args.global_batch_size))
+    if session.resolved.config.samples == "megatron":
+        why = why_stock_crosses_documents(
+            mask_in_dataloader=args.create_attention_mask_in_dataloader,
+            transformer_impl=args.transformer_impl,
+            cp=args.context_parallel_size,
+        )
+        if why:
+            say(f"losses are not those of stock Megatron: {why}, and this job does not")
     return StepLoader(
         samples, session.planner, position=lambda: (args.consumed_train_samples, get_current_global_batch_size())
     )

@@ -241,6 +241,7 @@ class Watchdog:
         self._heard: _Heard | None = None
         self._lost = connect is None
         self._named = math.nan
+        self._looked = self._awake = clock()
         self._verdicts = 0
         self._outbox: str | None = None
         self._ended = threading.Event()
@@ -312,7 +313,12 @@ class Watchdog:
     def finding(self) -> str | None:
         """What there is to say now: nothing but once per stall."""
         place, since = self._progress.now
-        still = self._clock() - since
+        now = self._clock()
+        if now - self._looked > max(4 * self.interval, self._seconds / 2):
+            # It is this process that stood still, and its threads with it: what it knows of others is from before.
+            self._awake = now
+        self._looked = now
+        still = now - max(since, self._awake)
         if still < self._seconds or since == self._named:
             return None
         # Rank 0 speaks first, and others with its words, unless they do not come.
