@@ -5,6 +5,12 @@
 #   scripts/demo.sh [--iterations N] [--batch N] [--out DIR] [--config FILE]
 #   scripts/demo.sh --break fold      drops gradients on purpose; exits 1
 set -euo pipefail
+case " $* " in
+    *' -h '* | *' --help '*)
+        sed -n '2,/^set -euo/{/^set -euo/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+        exit
+        ;;
+esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 bash "$root/scripts/setup.sh"

@@ -457,8 +457,8 @@ def test_doctor_knows_a_containers_shared_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_doctor_looks_at_megatrons_flags() -> None:
-    good = findings(arguments=(*MODEL, "--hotspa-config", "x.yaml"))
-    assert good["Megatron's flags"].state == "ok"
+    good = findings(arguments=(*MODEL, "--hotspa-config", "auto"))
+    assert good["Megatron's flags"].state == "ok" and "--hotspa-config" not in good
     assert "--use-distributed-optimizer" not in good
     refused = findings(arguments=(*MODEL, "--num-experts", "8"))
     assert "--num-experts" in refused["Megatron's flags"].found and refused["Megatron's flags"].state == "problem"
@@ -476,6 +476,25 @@ def test_doctor_names_flags_that_a_job_would_refuse() -> None:
     assert said.startswith("--micro-batch-size: must be 1")
     (said,) = problems("--fp8-format", "hybrid")
     assert said.startswith("--fp8")
+
+
+def test_doctor_reads_the_file_that_the_flags_name(tmp_path: Path) -> None:
+    path = tmp_path / "hotspa.yaml"
+    more = ["--hotspa-config", str(path)]
+    missing = findings(arguments=(*MODEL, *more))["--hotspa-config"]
+    assert missing.state == "problem" and "cannot be read" in missing.found
+    path.write_text("strategies: []\nsamples: megatron\n")
+    cut = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+    said = findings(arguments=(*MODEL, *more, *cut[:2]))["samples: megatron"]
+    assert said.state == "problem" and said.found == "without --eod-mask-loss"
+    complete = findings(arguments=(*MODEL, *more, *cut))
+    assert "samples: megatron" not in complete and "--reset-position-ids" not in complete
+    path.write_text("strategies: []\nallow_untested: [fp8]\n")
+    allowed = list(doctor.examine([*MODEL, *BATCH, *more, "--fp8-format", "hybrid", *cut], {}))
+    assert {each.what for each in allowed if each.state == "problem"} == {
+        each.what for each in doctor.examine([*MODEL, *BATCH], {}) if each.state == "problem"
+    }
+    assert "--reset-position-ids" in {each.what for each in allowed}  # of documents it is not needed
 
 
 @pytest.mark.parametrize("command", ["plan", "simulate", "doctor"])

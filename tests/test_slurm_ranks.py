@@ -25,7 +25,9 @@ UNSET = ("MASTER_ADDR", "SLURM_ARRAY_TASK_ID")
 SRUN = '#!/bin/sh\n{ env; echo "== $*"; } > "$SAID"\n'
 
 
-def submitted(tmp_path: Path, nodes: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def submitted(
+    tmp_path: Path, nodes: str, *, script: str = "pretrain_gpt_hotspa", more: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
     """A job on these nodes; what srun is given goes to the file "said"."""
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN), ("scancel", "#!/bin/sh\n")):
         (tmp_path / name).write_text(text)
@@ -40,7 +42,7 @@ def submitted(tmp_path: Path, nodes: str, **variables: str) -> subprocess.Comple
         name: value for name, value in {**os.environ, **environment}.items() if name not in UNSET or name in variables
     }
     return subprocess.run(
-        ["bash", FOLDER / "pretrain_gpt_hotspa.sbatch", "--hotspa-config", "x.yaml"],
+        ["bash", FOLDER / f"{script}.sbatch", "--hotspa-config", "x.yaml", *more],
         env={**environment, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
@@ -100,3 +102,21 @@ def test_tasks_of_an_array_have_checkpoints_of_their_own(tmp_path: Path) -> None
     ]
     assert [f"/checkpoints/run-{task} --load" in each for task, each in zip("12", said, strict=True)] == [True, True]
     assert "/checkpoints/run --load" in started(tmp_path, "solo", CHECKPOINTS="", SLURM_JOB_NAME="run")[1]
+
+
+@pytest.mark.parametrize(
+    ("argument", "fix"),
+    [("--load=/data/run6", "set CHECKPOINTS"), ("--save", "set CHECKPOINTS"), ("--finetune", "at every requeue")],
+)
+def test_what_would_be_overridden_is_refused(tmp_path: Path, argument: str, fix: str) -> None:
+    """Megatron would only warn, and start a job that has run for weeks from random weights."""
+    done = submitted(tmp_path, "solo", more=(argument,))
+    assert done.returncode == 2 and not (tmp_path / "said").exists()
+    assert done.stderr.startswith(f"slurm: {argument}: ") and fix in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("script", ["pretrain_gpt_hotspa", "plan", "verify"])
+def test_help_is_the_head_of_the_script_and_starts_nothing(tmp_path: Path, script: str) -> None:
+    done = submitted(tmp_path, "solo", script=script, more=("--help",))
+    assert done.returncode == 0 and not (tmp_path / "said").exists()
+    assert f"scripts/slurm/{script}.sbatch" in done.stdout and "SBATCH" not in done.stdout and not done.stderr

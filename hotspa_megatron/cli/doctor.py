@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from hotspa_megatron.cli import tables
-from hotspa_megatron.cli.described_run import check_flags
+from hotspa_megatron.cli.described_run import check_flags, word_of
 from hotspa_megatron.cli.megatron_args import read_command_line
-from hotspa_megatron.hooks.flags import conflicts
+from hotspa_megatron.config import load_config
+from hotspa_megatron.hooks.flags import DOCUMENT_FLAGS, FLAG, conflicts
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -232,7 +233,7 @@ def _flags(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator
     if not arguments:
         return
     try:
-        check_flags([argument for argument in arguments if argument.split("=", 1)[0] != "--hotspa-config"])
+        check_flags([argument for argument in arguments if argument.split("=", 1)[0] != FLAG])
         line = read_command_line(arguments, world_size=None)
     except ValueError as error:
         yield Finding(
@@ -240,24 +241,39 @@ def _flags(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator
         )
         return
     yield Finding(what="Megatron's flags", found=f"home {line.home}")
+    file, config = word_of(arguments, FLAG), None
+    if file is not None and file != "auto":
+        try:
+            config = load_config(file)  # against model and world `hotspa explain` holds it
+        except ValueError as error:
+            yield Finding(what=FLAG, found=str(error), state="problem", fix="change what the line above names")
     for row in conflicts(arguments):
-        yield Finding(
-            what="Megatron's flags", found=row.line, state="problem", fix="change it: a job with it would not start"
-        )
+        if config is None or row.unless not in config.allow_untested:
+            yield Finding(
+                what="Megatron's flags", found=row.line, state="problem", fix="change it: a job with it would not start"
+            )
     given = {argument.split("=", 1)[0] for argument in arguments}
+    if config is not None and config.samples == "megatron":
+        if missing := [flag for flag in DOCUMENT_FLAGS if flag not in given]:
+            yield Finding(
+                what="samples: megatron",
+                found=f"without {' '.join(missing)}",
+                state="problem",
+                fix="give them: it asks for them",
+            )
+    elif "--reset-position-ids" in given or "--reset-attention-mask" in given:
+        yield Finding(
+            what="--reset-position-ids",
+            found="given",
+            state="note",
+            fix="not needed: packed sequences restart by themselves",
+        )
     if "--sequence-parallel" in given and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") not in ("1", None):
         yield Finding(
             what="CUDA_DEVICE_MAX_CONNECTIONS",
             found=str(environment.get("CUDA_DEVICE_MAX_CONNECTIONS")),
             state="problem",
             fix="set it to 1: --sequence-parallel needs communication to start before what follows it",
-        )
-    if "--reset-position-ids" in given or "--reset-attention-mask" in given:
-        yield Finding(
-            what="--reset-position-ids",
-            found="given",
-            state="note",
-            fix="not needed: packed sequences restart by themselves",
         )
     if not given & {"--use-distributed-optimizer", "--optimizer"}:
         yield Finding(

@@ -38,11 +38,7 @@ def check_flags(args: Any, allowed: Collection[Untested] = ()) -> None:
 
 def check_megatron_samples(args: Any) -> None:
     """Raise ValueError where ``samples: megatron`` could not be what stock Megatron trains on with the same flags."""
-    missing = [
-        flag
-        for flag in ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
-        if not getattr(args, flag[2:].replace("-", "_"))
-    ]
+    missing = [flag for flag in flags.DOCUMENT_FLAGS if not getattr(args, flag[2:].replace("-", "_"))]
     if missing:
         raise ValueError(
             f"samples: megatron cuts samples at document ends; add {' '.join(missing)}, which do so in Megatron"

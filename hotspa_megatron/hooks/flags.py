@@ -332,6 +332,10 @@ def conflicts(arguments: Sequence[str]) -> list[Refusal]:
     return [row for row in refusals() if row.asked(said)]
 
 
+DOCUMENT_FLAGS: Final = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
+"""What samples: megatron asks for: they cut Megatron's own samples at document ends without us, too."""
+
+
 def why_stock_crosses_documents(*, mask_in_dataloader: bool, transformer_impl: str, cp: int) -> str | None:
     """Why stock Megatron attends across document ends in spite of --reset-attention-mask; None where it does not.
 

@@ -34,6 +34,13 @@ fail() {
     exit 2
 }
 
+# The head of the script that sources this.
+case " $* " in
+    *' -h '* | *' --help '*)
+        sed -n '2,/^set -euo/{/^set -euo/d;/^#SBATCH/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[1]}"
+        exit
+        ;;
+esac
 [[ -n ${SLURM_JOB_ID:-} ]] || fail "no SLURM_JOB_ID: start this with sbatch"
 [[ $LAUNCHER == srun || $LAUNCHER == torchrun ]] || fail "LAUNCHER=$LAUNCHER: write srun or torchrun"
 [[ $EXIT_SIGNAL == URG || $EXIT_SIGNAL == TERM ]] || fail "EXIT_SIGNAL=$EXIT_SIGNAL: write URG or TERM"
