@@ -27,6 +27,10 @@ MARK: Final = "hotspa_samples"
 
 SampleKind: TypeAlias = Literal["documents", "conversations", "megatron"]
 
+_SAMPLES: Final[dict[SampleKind, str]] = {
+    "documents": "documents", "conversations": "conversations", "megatron": "samples of Megatron's own",
+}  # fmt: skip
+
 _RESHARDABLE: Final = "--dist-ckpt-optim-fully-reshardable"
 
 
@@ -72,7 +76,7 @@ def first_sample(args: Any, saved: Any, config: HotSPaConfig) -> int | None:
             config.start_sample_line,
             "start_sample",
             f"the checkpoint in {args.load} has consumed {consumed} samples of the kind {counted}, and this job counts "
-            f"{kind}; write start_sample: N, the {kind} that count as consumed (iterations done times --global-batch-size "
+            f"{kind}; write start_sample: N, how many {_SAMPLES[kind]} count as consumed (iterations done times --global-batch-size "
             "keeps schedules by iterations where they are), or give --finetune to begin anew",
         )
     batch = getattr(saved, "global_batch_size", args.global_batch_size)
