@@ -10,7 +10,9 @@ on_cpu=(
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
     --no-bias-dropout-fusion --no-rope-fusion --no-create-attention-mask-in-dataloader
 )
-OMP_NUM_THREADS=1 exec "${HOTSPA_VENV:-.venv}/bin/python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+# Both ranks are here: neither needs this machine's name to resolve.
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+exec "${HOTSPA_VENV:-.venv}/bin/python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 \
     -m hotspa_megatron.launch examples/pretrain_small.py "${on_cpu[@]}" \
     --mock-data --tokenizer-type NullTokenizer --vocab-size 1000 --num-layers 2 --hidden-size 64 --num-attention-heads 4 \
     --position-embedding-type rope --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 \

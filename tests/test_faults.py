@@ -336,7 +336,16 @@ def torchrun(
             exec(compile(pathlib.Path({str(SCRIPT)!r}).read_text(), {str(SCRIPT)!r}, "exec"))
         """)
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     command += ["-m", "hotspa_megatron.launch", str(script), *argv]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     errors, traces = folder / "errors", Traces(folder)

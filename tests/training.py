@@ -376,7 +376,16 @@ def under_torchrun(
     """Run a script, through the launcher or alone: torchrun's exit code, and every rank's standard output and error."""
     redirected = ("--redirects", "3", "--log-dir", str(logs))
     launched = (*(("-m", "hotspa_megatron.launch") if launcher else ()), str(script), *argv)
-    command = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *redirected, *launched)
+    command = (
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(ranks),
+        *redirected,
+        *launched,
+    )
     ended = run_module(*command, folder=folder)
     output, errors = (
         [path.read_text(errors="replace") for path in sorted(logs.rglob(f"*/{name}"))]
@@ -390,7 +399,16 @@ def torchrun(
     line: Sequence[str], config: str, *, ranks: int = 4, launcher: str = "hotspa_megatron.launch"
 ) -> tuple[str, ...]:
     """The command by which a user trains with these arguments and a file of this text."""
-    ranked = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    ranked = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(ranks),
+    )
     return (*ranked, "-m", launcher, str(SCRIPT), *line, *flag(config))
 
 

@@ -55,6 +55,7 @@ def command_line(arguments: Sequence[str], *, config: Path, broken: str | None) 
     launcher = "hotspa_megatron.launch" if broken is None else f"examples.demo.without_{broken}"
     return [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
+        *("--local-addr", "127.0.0.1"),  # the name of a container or a laptop need not resolve
         *("-m", launcher, "examples/pretrain_small.py"),
         *arguments,
         *("--hotspa-config", str(config)),
@@ -69,6 +70,7 @@ def environment(*, step_log: Path) -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "TORCHDYNAMO_DISABLE": "1",
         "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "PYTHONUNBUFFERED": "1",
         "HOTSPA_STEP_LOG": str(step_log),
     }

@@ -64,7 +64,8 @@ def sample_step(
     config, limit = resolved.config, resolved.shape.seq_length
     if config.samples == "megatron":
         raise ValueError(
-            "--lengths: with samples: megatron a step holds Megatron's own samples, which only a job draws; remove --lengths, or the key for a look at documents"
+            "--lengths: with samples: megatron a step holds Megatron's own samples, which only a job draws; remove --lengths, or "
+            "the key for a look at documents"
         )
     drawn = LengthHistogram.of(histogram.sample(sequences, seed=seed))
     if config.overlong == "error":

@@ -76,8 +76,8 @@ def first_sample(args: Any, saved: Any, config: HotSPaConfig) -> int | None:
             config.start_sample_line,
             "start_sample",
             f"the checkpoint in {args.load} has consumed {consumed} samples of the kind {counted}, and this job counts "
-            f"{kind}; write start_sample: N, how many {_SAMPLES[kind]} count as consumed (iterations done times --global-batch-size "
-            "keeps schedules by iterations where they are), or give --finetune to begin anew",
+            f"{kind}; write start_sample: N, how many {_SAMPLES[kind]} count as consumed (iterations done times "
+            "--global-batch-size keeps schedules by iterations where they are), or give --finetune to begin anew",
         )
     batch = getattr(saved, "global_batch_size", args.global_batch_size)
     if batch != args.global_batch_size and not (args.override_opt_param_scheduler or args.no_load_optim):
