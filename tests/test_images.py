@@ -343,7 +343,8 @@ def test_the_gpu_images_megatron_trains_inside_as_its_user(images: Images, gpu_i
     config = "strategies: [{max_length: 32, tp: 1}]\nmerge: never\nmock_lengths: lognormal:mean=40,sigma=1,max=200\n"
     started = (
         'printf %s "$0" >hotspa.yaml && OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo exec torchrun --standalone '
-        '--local-addr 127.0.0.1 --nproc-per-node 2 -m hotspa_megatron.launch /opt/Megatron-LM/pretrain_gpt.py --hotspa-config hotspa.yaml "$@"'
+        "--local-addr 127.0.0.1 --nproc-per-node 2 -m hotspa_megatron.launch /opt/Megatron-LM/pretrain_gpt.py "
+        '--hotspa-config hotspa.yaml "$@"'
     )
     done = inside(images, gpu_image.tag, "bash", "-c", started, config, *line, limit_s=600)
     said = "\n".join(lines(done))
