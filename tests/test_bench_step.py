@@ -50,7 +50,7 @@ def test_all_train_alike_and_home_only_adds_the_plans_digest_and_the_loss_sum_to
     assert said["switch_fraction"] == 0  # siblings move nothing
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_lost_fold_shows_in_the_grad_norm(tmp_path: Path, lost: bool) -> None:
     config, script = tmp_path / "guest.yaml", tmp_path / "train.py"
     config.write_text(GUEST)

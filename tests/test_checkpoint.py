@@ -245,7 +245,7 @@ def any_layouts() -> Run:
     ("home", "config", "ranks"),
     [
         pytest.param(Home(1, 1, 1, (SHARDED,)), GUEST, 2, marks=pytest.mark.long),
-        (Home(1, 1, 2, (SHARDED,)), STATIC, 2),
+        pytest.param(Home(1, 1, 2, (SHARDED,)), STATIC, 2, marks=pytest.mark.long),
         pytest.param(Home(1, 1, 1, (SHARDED,)), PIPELINED_GUEST, 4, marks=pytest.mark.long),
         pytest.param(TP2_CP2, GUEST_AND_SIBLING, 4, marks=pytest.mark.long),
         pytest.param(Home(4, 1, 1, (SHARDED, SP)), STATIC, 4, marks=pytest.mark.long),

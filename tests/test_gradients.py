@@ -127,6 +127,7 @@ def test_gradients_with_every_way_to_switch_equal_the_reference() -> None:
         _within(result, 1e-9)
 
 
+@pytest.mark.long
 def test_single_precision_is_no_worse_than_a_static_run_of_the_same_home() -> None:
     mixes = [mix for each in MIXES_OF_4[1:7:2] for mix in (dataclasses.replace(each, strategies=()), each)]
     results = run_ranks(_gradient_errors, 4, tuple(mixes), "float32", timeout=280)[0]

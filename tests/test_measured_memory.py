@@ -73,6 +73,7 @@ MORE = (
 )
 
 
+@pytest.mark.long
 def test_modelled_memory_is_what_ranks_hold() -> None:
     for layout, measured in zip(FEW, _measured(FEW), strict=True):
         _check(layout, *measured)

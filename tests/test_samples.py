@@ -141,7 +141,8 @@ def _compare_with_dataset(rank: int, world_size: int, prefix: Path) -> int:
     return pieces
 
 
-@pytest.mark.parametrize("positions", [pytest.param("learned_absolute", marks=pytest.mark.long), "rope"])
+@pytest.mark.long
+@pytest.mark.parametrize("positions", ["learned_absolute", "rope"])
 def test_with_megatrons_samples_the_losses_are_those_of_stock_megatron(positions: str) -> None:
     """The oracle that is not ours: no flag, no hooks of ours in the step, dense masks from Megatron's own dataset."""
     model = (*GROUPED_QUERIES, "--swiglu", "--disable-bias-linear", "--normalization", "RMSNorm",

@@ -175,6 +175,7 @@ def test_mixed_training_with_the_other_optimizer_equals_the_static_one(
     assert_equal(request.node.callspec.id, home.run(config), home.run(STATIC), static_layouts)
 
 
+@pytest.mark.long
 def test_mixed_training_in_bf16_differs_by_no_more_than_static_layouts_do() -> None:
     layouts = [home.run(STATIC, "--bf16", iterations=6) for home in (TP2_CP2, TP2_PP2, DP4)]
     mixed = TP2_CP2.run(GUEST_AND_SIBLING, "--bf16", iterations=6)
@@ -269,6 +270,7 @@ EVALUATE = ("--eval-interval", "2", "--eval-iters", "2")
 STANDING = ("--lr", "0", "--min-lr", "0")
 
 
+@pytest.mark.long
 def test_evaluation_under_the_flag_is_stock_megatrons() -> None:
     stock = DP4.run(None, *EVALUATE, *STANDING, iterations=4, hooks=False).evaluations
     assert len(stock) == 3 and len(set(stock)) == 3  # the last one follows the training
