@@ -570,12 +570,14 @@ def test_a_shard_that_one_rank_cannot_read_is_one_line_and_ends_all(tmp_path: Pa
         shard.unlink()
     broken = Broken.train(_pair((), tmp_path / "traces", "--load", str(tmp_path)))
     assert [broken.code(rank) for rank in range(2)] == [1, 1], broken.ranks
-    # Each rank reads what it needs: rank 0 has all of that, and loses rank 1.
+    # Each rank reads what it needs: rank 0 has all of that, loses rank 1, and says why that ended.
     assert broken.lines(1)[-1].startswith(f"hotspa: rank 1: the checkpoint in {tmp_path} cannot be loaded: ")
     assert "rank 0" not in broken.lines(1)[-1] and "Traceback" not in broken.ranks[1]
-    (said,) = Traces(tmp_path / "traces").said(0)
-    assert said.line.startswith("lost another rank at step 0, start: ")
-    assert "cannot be loaded" not in broken.ranks[0]
+    lost, first = (said.line for said in Traces(tmp_path / "traces").said(0))
+    assert lost.startswith("lost another rank at step 0, start: ")
+    cause = broken.lines(1)[-1].removeprefix("hotspa: rank 1: ")
+    assert first == f"the first to fail: rank 1 at step 0, start: {cause}"[: len(first)] and len(first) > 100
+    assert broken.ranks[0].count("cannot be loaded") <= 1
     # The checkpoint before is as good as it was.
     resumed = pair("--load", str(tmp_path), "--ckpt-step", "2")
     assert resumed.iterations == pair().iterations[2:] and resumed.parameters == pair().parameters
