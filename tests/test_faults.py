@@ -25,7 +25,7 @@ import pytest
 
 from tests.faults import POINTS, SAVED, TRACKER, Fault, Kind, Traces, plant
 from tests.spawn import REPOSITORY, process_state
-from tests.training import SCRIPT, TWO_GUESTS, Home, Job, Run, arguments, flag, log_steps, train, workspace
+from tests.training import SCRIPT, TWO_GUESTS, Home, Job, Run, arguments, flag, log_steps, ranks_here, train, workspace
 
 # Without a sharded optimizer: stock Megatron does not restore that one on CPU.
 HOME = Home(2, 1, 2, ())
@@ -336,17 +336,7 @@ def torchrun(
             exec(compile(pathlib.Path({str(SCRIPT)!r}).read_text(), {str(SCRIPT)!r}, "exec"))
         """)
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(ranks),
-    ]
-    command += ["-m", "hotspa_megatron.launch", str(script), *argv]
+    command = [sys.executable, "-m", *ranks_here(ranks), "-m", "hotspa_megatron.launch", str(script), *argv]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     errors, traces = folder / "errors", Traces(folder)
     with errors.open("w") as file:

@@ -370,23 +370,18 @@ def run_module(*command: str, folder: Path = REPOSITORY) -> subprocess.Completed
     )  # fmt: skip
 
 
+def ranks_here(ranks: int) -> tuple[str, ...]:
+    """What follows python -m to start ranks on this machine, whose name need not resolve."""
+    return ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(ranks))
+
+
 def under_torchrun(
     logs: Path, script: Path, *argv: str, ranks: int = 2, folder: Path = REPOSITORY, launcher: bool = True
 ) -> tuple[int, list[str], list[str]]:
     """Run a script, through the launcher or alone: torchrun's exit code, and every rank's standard output and error."""
     redirected = ("--redirects", "3", "--log-dir", str(logs))
     launched = (*(("-m", "hotspa_megatron.launch") if launcher else ()), str(script), *argv)
-    command = (
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(ranks),
-        *redirected,
-        *launched,
-    )
-    ended = run_module(*command, folder=folder)
+    ended = run_module(*ranks_here(ranks), *redirected, *launched, folder=folder)
     output, errors = (
         [path.read_text(errors="replace") for path in sorted(logs.rglob(f"*/{name}"))]
         for name in ("stdout.log", "stderr.log")
@@ -399,17 +394,7 @@ def torchrun(
     line: Sequence[str], config: str, *, ranks: int = 4, launcher: str = "hotspa_megatron.launch"
 ) -> tuple[str, ...]:
     """The command by which a user trains with these arguments and a file of this text."""
-    ranked = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(ranks),
-    )
-    return (*ranked, "-m", launcher, str(SCRIPT), *line, *flag(config))
+    return (sys.executable, "-m", *ranks_here(ranks), "-m", launcher, str(SCRIPT), *line, *flag(config))
 
 
 def verified(logs: Path, *command: str, limit: int = 230) -> tuple[int, dict[str, Any], str]:

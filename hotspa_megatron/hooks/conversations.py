@@ -465,6 +465,7 @@ def _padding_of(tokenizer: Any) -> int:
     """The token that fills a line up. ValueError for a tokenizer that has none, with which SFTDataset fails, too."""
     try:
         return int(tokenizer.pad)
+    # No such attribute before 0.18, None where none was set, or a tokenizer that raises what Megatron's base class does.
     except (AttributeError, TypeError, NotImplementedError):
         name = type(getattr(tokenizer, "_tokenizer", tokenizer)).__name__
         raise ValueError(

@@ -1,10 +1,10 @@
 """How a training ends that does not end well: who speaks, and in which words.
 
-The first rank that fails has the cause, and leaves it in the job's store; the others only lose a peer, within milliseconds.
-They say so in one line, and what the first one left in another, and wait a moment, so that a launcher ends them before
-their errors cover the first one. What is nobody's bug (an interrupt, a full
-disk, a checkpoint that cannot be read) is one line, too. Used by the wrappers of Megatron's own
-functions in ``startup`` and ``checkpoint_hooks``.
+The first rank that fails has the cause, and leaves it in the job's store; the others only lose a peer, within
+milliseconds. They say so in one line, and what the first one left in another, and wait a moment, so that a launcher
+ends them before their errors cover the first one. What is nobody's bug (an interrupt, a full disk, a checkpoint that
+cannot be read) is one line, too. Used by the wrappers of Megatron's own functions in ``startup`` and
+``checkpoint_hooks``.
 """
 
 from __future__ import annotations
