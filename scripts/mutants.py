@@ -295,6 +295,40 @@ MUTANTS: Final = (
         },
     ),
     *_of(
+        f"{PLANNING}/step_time.py",
+        ["tests/test_explain.py"],
+        {
+            "a segment starts before its ranks are free": (
+                "start = float(ranks.max())",
+                "start = float(ranks.min()) / 2",
+            ),
+            "a guest's fold has no time of its own": (
+                "together(Activity.FOLD, number, model.fold_seconds(guest, home))",
+                "together(Activity.FOLD, None, model.fold_seconds(guest, home))",
+            ),
+        },
+    ),
+    *_of(
+        "hotspa_megatron/cli/sample_step.py",
+        ["tests/test_explain.py"],
+        {
+            "a replica is drawn on other ranks": (
+                "ranks.reshape(strategy.pp, strategy.dp, strategy.cp * strategy.tp)[:, span.replica]",
+                "ranks.reshape(strategy.pp, strategy.cp * strategy.tp, strategy.dp)[:, :, span.replica]",
+            ),
+        },
+    ),
+    *_of(
+        "hotspa_megatron/cli/moves.py",
+        ["tests/test_explain.py"],
+        {
+            "every switch starts at home": (
+                "model.switch_plan(home, before, guest)",
+                "model.switch_plan(home, None, guest)",
+            ),
+        },
+    ),
+    *_of(
         f"{PLANNING}/memory_model.py",
         ["tests/test_memory_model.py"],
         {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +15,10 @@ import pytest
 
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
+from hotspa_megatron.cli.timeline import SpanShown, rows_of
 from hotspa_megatron.planning.communicators import GROUP_MB, PAIR_MB, GroupMemory, Groups, count_groups, group_memory
 from hotspa_megatron.planning.lengths import LengthHistogram
+from hotspa_megatron.planning.step_time import Activity
 from hotspa_megatron.strategy import Kind, Strategy
 from tests.test_config import BAD, GOOD, write
 from tests.test_lengths import write_index
@@ -175,6 +179,106 @@ def test_a_step_of_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert f"A step of {prefix}: {len(pieces)} sequences" in printed and "Modelled on a100-80 (--hardware)" in printed
 
 
+THREE = (
+    "strategies: [{max_length: 512}, {max_length: 1024, tp: 4, cp: 2}, {max_length: 2048, pp: 2, tp: 2}]\nmerge: never"
+)
+
+
+def test_every_pair_and_what_it_moves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = explained(tmp_path, capsys, THREE, "--world-size", "8", "--hardware", "h100", "--", *GPT)
+    assert described["hardware"] == "h100"
+    moves = {(each["source"], each["destination"]): each for each in described["moves"]}
+    home, guest, deep = "tp4-cp1-pp1-dp2", "tp1-cp1-pp1-dp8", "tp2-cp1-pp2-dp2"
+    assert set(moves) == {(home, guest), (deep, guest), (guest, home), (home, deep), (guest, deep), (deep, home)}
+    assert {pair for pair, each in moves.items() if each["carries"] == "gradients"} == {(guest, home), (deep, home)}
+
+    # Two bytes each; tp 4 splits embedding, head and the matrices of the layers, of which every rank lacks three quarters.
+    ends, layer = 1024 * 64, 64 * (3 * 64 + 64 + 3 * 96)
+    out = moves[home, guest]
+    assert out["bytes"] == 8 * 2 * 3 * (2 * ends + 4 * layer) // 4
+    norms = 4 * 2 * 64 + 64
+    assert out["copied_bytes"] + out["bytes"] == 8 * 2 * (2 * ends + 4 * layer + norms)
+    assert out["between_nodes_bytes"] == 0 and out["messages"] == 8 * 3
+    assert 2 * out["bytes"] // 8 <= out["busiest_rank_bytes"] <= out["bytes"]
+    # Whole parameters are everywhere under tp 1, and so are its reduced gradients: nothing is left to send.
+    assert moves[guest, deep]["bytes"] == moves[guest, home]["bytes"] == 0 == moves[guest, home]["seconds"]
+    # From the guest before, or from home: never more than from home alone.
+    assert 0 < moves[deep, guest]["bytes"] <= out["bytes"]
+    assert moves[deep, home]["bytes"] > 0 and all(each["seconds"] > 0 for each in moves.values() if each["bytes"])
+
+    slow = explained(tmp_path, capsys, THREE, "--world-size", "8", "--hardware", "l40s-pcie", "--", *GPT)["moves"]
+    assert [each["bytes"] for each in slow] == [each["bytes"] for each in described["moves"]]
+    assert slow[0]["seconds"] > described["moves"][0]["seconds"]
+    # On two nodes what a node lacks crosses once.
+    spread = explained(tmp_path, capsys, "strategies: [{max_length: 512, pp: 2}]", "--world-size", "16", "--", *GPT)
+    assert sum(each["between_nodes_bytes"] for each in spread["moves"]) > 0
+
+    alone = "strategies: [{max_length: 512, tp: 4}]"
+    assert explained(tmp_path, capsys, alone, "--world-size", "8", "--", *GPT)["moves"] == []
+    assert main(["explain", str(write(tmp_path, alone)), "--world-size", "8", "--", *GPT]) == 0
+    assert "No strategy moves anything" in capsys.readouterr().out
+
+
+def test_a_step_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank computes every segment that has work for it, at no time two things, and the last ends the step."""
+    of = ["--world-size", "8", "--lengths", "wikipedia", "--sequences", "64"]
+    step = explained(tmp_path, capsys, THREE, *of, "--", *GPT)["step"]
+    kinds = [each["kind"] for each in step["segments"]]
+    assert sorted(kinds) == ["guest", "guest", "home", "sibling"]
+    spans = step["timeline"]
+    for rank in range(8):
+        own = sorted((each["start"], each["end"]) for each in spans if rank in each["ranks"])
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own)) and own[0][0] == 0.0
+        assert own[-1][1] == step["seconds"]
+    for number, segment in enumerate(step["segments"]):
+        work = [each for each in spans if each["activity"] == "compute" and each["segment"] == number]
+        replicas = Strategy.parse(segment["strategy"]).groups("tp-cp-pp")
+        assert [tuple(sorted(each["ranks"])) for each in sorted(work, key=lambda each: min(each["ranks"]))] == sorted(
+            replicas
+        )
+        assert max(each["end"] - each["start"] for each in work) == pytest.approx(segment["seconds"])
+        around = [each["activity"] for each in spans if each["segment"] == number and each["activity"] != "compute"]
+        assert set(around) <= ({"switch", "reduce", "fold"} if segment["kind"] == "guest" else set())
+    deep = [each["strategy"] for each in step["segments"]].index("tp2-cp1-pp2-dp2")
+    assert [each["segment"] for each in spans if each["activity"] == "fold"] == [deep]  # the other has nothing to send
+    assert next(each["segment"] for each in spans if each["activity"] == "switch") == kinds.index("guest")
+    assert [each["activity"] for each in spans[-2:]] == ["reduce", "optimizer"]
+
+    assert main(["explain", str(write(tmp_path, THREE)), *of, "--", *GPT]) == 0
+    printed = capsys.readouterr().out
+    drawn = re.findall(r"^\d(?:-\d)? +([<>=*.0-9]{80}) +([0-9.]+)%$", printed, re.MULTILINE)
+    assert drawn and all(re.search("1+.*2+.*3+.*4+", line) for line, _ in drawn)
+    shares = [
+        sum(each["end"] - each["start"] for each in spans if each["activity"] == "compute" and rank in each["ranks"])
+        / step["seconds"]
+        for rank in range(8)
+    ]
+    assert {share for _, share in drawn} == {f"{100 * share:.1f}" for share in shares}
+
+
+def test_a_character_shows_what_takes_most_of_it() -> None:
+    def span(activity: Activity, start: float, end: float, segment: int | None = None) -> SpanShown:
+        return SpanShown(activity=activity, segment=segment, ranks=(0, 1), start=start, end=end)
+
+    spans = [span(Activity.COMPUTE, 0.0, 2.6, 0), span(Activity.FOLD, 2.6, 2.8, 0), span(Activity.OPTIMIZER, 3.4, 4.0)]
+    (row,) = rows_of(spans, 2)
+    assert (row.label, row.drawn(4.0, 4), row.drawn(4.0, 20)) == ("0-1", "111*", 13 * "1" + ">...***")
+    assert row.busy() == 2.6
+    # A rank that does other things, or the same at other times, has a line of its own.
+    alone = SpanShown(activity=Activity.SWITCH, segment=1, ranks=(1,), start=2.8, end=2.9)
+    assert [each.label for each in rows_of([*spans, alone], 3)] == ["0", "1", "2"]
+
+
+def test_a_step_is_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    drawing = tmp_path / "step.png"
+    of = ["--world-size", "8", "--lengths", "wikipedia", "--sequences", "16", "--plot"]
+    assert main(["explain", str(write(tmp_path, THREE)), *of, str(drawing), "--", *GPT]) == 0
+    assert drawing.read_bytes().startswith(b"\x89PNG") and capsys.readouterr().out
+    assert main(["explain", str(write(tmp_path, THREE)), *of, str(tmp_path / "no" / "step.png"), "--", *GPT]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("hotspa: --plot: ") and said.err.count("\n") == 1 and not said.out
+
+
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(write(tmp_path, GOOD)), "--world-size", "8", "--", *GPT]) == 0
     said = capsys.readouterr()
@@ -280,6 +384,10 @@ def test_bad_files_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.Captu
         (
             ["explain", "FILE", "--lengths", "wikipedia", "--sequences", "8", "--hardware", "b1", "--", *GPT],
             "--hardware: 'b1' is not known",
+        ),
+        (
+            ["explain", "FILE", "--plot", "step.png"],
+            "--plot: it draws a step, and there is none to draw; add --lengths",
         ),
         (["explain", "FILE", "--hardware", "B1"], "--hardware: 'B1' is not known"),
     ],

@@ -26,6 +26,25 @@ def save_lines(path: str, *, title: str, series: Mapping[str, Sequence[float]]) 
     _save(figure, axes, path, title)
 
 
+def save_spans(path: str, *, title: str, rows: Mapping[str, Sequence[tuple[str, float, float]]]) -> None:
+    """One bar per row, the first on top, of (name, start, duration) in ms; a colour per name."""
+    figure, axes = _figure(width=10.0)
+    names = list(dict.fromkeys(name for spans in rows.values() for name, _, _ in spans))
+    for name in names:
+        drawn = False
+        for place, spans in enumerate(rows.values()):
+            pieces = [(start, duration) for each, start, duration in spans if each == name]
+            if pieces:
+                axes.broken_barh(
+                    pieces, (place - 0.45, 0.9), color=f"C{names.index(name)}", label=None if drawn else name
+                )
+                drawn = True
+    axes.set_yticks(range(len(rows)), [f"rank {label}" for label in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    _save(figure, axes, path, title, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the bars, not on them
+
+
 def _figure(*, width: float) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
@@ -35,9 +54,9 @@ def _figure(*, width: float) -> tuple[Any, Any]:
     return figure, figure.add_subplot()
 
 
-def _save(figure: Any, axes: Any, path: str, title: str) -> None:
+def _save(figure: Any, axes: Any, path: str, title: str, **legend: Any) -> None:
     axes.set_title(title)
-    axes.legend()
+    axes.legend(**legend)
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 """``hotspa explain``: what a configuration means for a model and a world, before anything is started.
 
-Prints which lengths run under which strategy, the communicators that takes, and the memory that every rank holds.
+Prints which lengths run under which strategy, the communicators that takes, the memory that every rank holds, what each
+pair of strategies moves, and one step of a corpus, rank by rank.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.described_run import MOST_COUNTED, recompute_of, whole, whole_of
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
-from hotspa_megatron.cli.sample_step import StepShown, print_step, sample_step
+from hotspa_megatron.cli.moves import moves_between, print_moves
+from hotspa_megatron.cli.sample_step import StepShown, plot_step, print_step, sample_step
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
 from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, Groups, count_groups
 from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
+from hotspa_megatron.planning.step_time import resolved_model
 from hotspa_megatron.strategy import Kind
 
 if TYPE_CHECKING:
@@ -33,9 +36,9 @@ examples:
   hotspa explain hotspa.yaml
       check the file alone
   hotspa explain hotspa.yaml --world-size 16 -- $GPT_ARGS
-      check it against the model and show groups and memory; $GPT_ARGS is what pretrain_gpt.py is given
+      check it against the model and show groups, memory and moves; $GPT_ARGS is what pretrain_gpt.py is given
   hotspa explain hotspa.yaml --world-size 16 --lengths data/my_text_document --hardware h100 -- $GPT_ARGS
-      and what a step of that corpus would look like
+      and what a step of that corpus would look like, rank by rank
 """
 _LEFT: Final = ("lengths", "strategy", "kind", "axes")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
@@ -61,7 +64,7 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
     parser = commands.add_parser(
         "explain",
         help="show what a configuration means for a model and a world",
-        description="Check a configuration and show its strategies; with Megatron's arguments, also groups and memory.",
+        description="Check a configuration and show its strategies; with Megatron's arguments, also groups, memory and moves.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="hotspa explain CONFIG [--world-size N] [--lengths WHAT] [options] [-- MEGATRON ARGS]",
@@ -87,8 +90,9 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
         "--profile",
         default=UNKNOWN_DEVICE,
         metavar="NAME|FILE",
-        help=f"whose times decide what is merged: {', '.join(hardware_names())}, or a file (default {UNKNOWN_DEVICE})",
+        help=f"whose times moves and steps take: {', '.join(hardware_names())}, or a file (default {UNKNOWN_DEVICE})",
     )
+    parser.add_argument("--plot", metavar="FILE", help="draw that step to FILE (.png, .svg, .pdf); needs matplotlib")
     parser.add_argument("--json", action="store_true", help="print JSON; sizes in bytes, lengths in tokens")
     parser.set_defaults(run=run)
 
@@ -97,6 +101,8 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     """Print the explanation; ``ValueError`` for bad input."""
     config = load_config(arguments.config)
     hardware = load_hardware(arguments.hardware)  # whether or not a step is planned with it: a wrong name is one
+    if arguments.plot is not None and arguments.lengths is None:
+        raise ValueError("--plot: it draws a step, and there is none to draw; add --lengths")
     if not megatron_arguments:
         if arguments.world_size is not None:
             raise ValueError("--world-size: has no meaning without Megatron's arguments; add them behind --")
@@ -112,13 +118,20 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         taken = resolved.group_memory
         memory = [memory_per_stage(each, resolved, line) for each in (*resolved.strategies, resolved.home)]
         refused = [row.line for row in conflicts(megatron_arguments) if row.unless not in config.allow_untested]
+        share = recompute_of(megatron_arguments, line)
+        model, choices = resolved_model(resolved, hardware, recompute=share)
+        moves = moves_between(model, [choice.execution for choice in choices])
         described = {**_describe(resolved, groups, taken, memory), "conflicts": refused}
+        described |= {"hardware": hardware.name, "moves": [asdict(move) for move in moves]}
         step = None
         if arguments.lengths is not None:
-            step = _step(arguments, resolved, hardware, megatron_arguments, line)
+            step = _step(arguments, resolved, hardware, megatron_arguments, share)
+            if arguments.plot is not None:
+                plot_step(arguments.plot, step, source=arguments.lengths)
             described["step"] = asdict(step)
         if not arguments.json:
             _print(resolved, groups, taken, memory, line)
+            print_moves(tables.console(), moves, hardware=hardware.name)
             if step is not None:
                 print_step(tables.console(), step, source=arguments.lengths)
             for problem in refused:
@@ -132,7 +145,7 @@ def _step(
     resolved: ResolvedConfig,
     hardware: Hardware,
     megatron_arguments: Sequence[str],
-    line: MegatronCommandLine,
+    recompute: float,
 ) -> StepShown:
     given = arguments.sequences
     if given is None:
@@ -149,7 +162,7 @@ def _step(
         hardware,
         sequences=sequences,
         seed=arguments.seed,
-        recompute=recompute_of(megatron_arguments, line),
+        recompute=recompute,
     )
 
 
@@ -316,18 +329,9 @@ def _print(
         most = max(stages, key=lambda stage: stage.known_bytes)
         inactive = most.known_bytes if each.kind is Kind.HOME else 0
         held = (most.parameter_bytes, most.gradient_bytes, most.optimizer_bytes, most.known_bytes, inactive)
-        tables.row(table, each.strategy, each.kind, most.stage, f"{most.parameters:,}", *map(_size, held))
+        tables.row(table, each.strategy, each.kind, most.stage, f"{most.parameters:,}", *map(tables.size_text, held))
     tables.print_table(console, "Memory of the fullest rank", table)
     tables.say(console, "A sibling runs on home's parameters; a guest's storage exists only while it runs.")
     tables.say(console, "Activations are not counted. --json gives bytes, for every stage.")
     if line.optimizer_note is not None:
         tables.say(console, f"The optimizer's state is not counted under {line.optimizer_note}.")
-
-
-def _size(count: int | None) -> str:
-    """Bytes in the unit that reads best."""
-    if count is None:
-        return "not known"
-    if count < 1 << 20:
-        return f"{count / (1 << 10):.1f} KiB" if count else "0"
-    return f"{count / (1 << 20):.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):.2f} GiB"

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 from rich.console import Console
 
-from hotspa_megatron.cli import tables
+from hotspa_megatron.cli import charts, tables
+from hotspa_megatron.cli.timeline import SpanShown, print_timeline, rows_of, symbol_of
 from hotspa_megatron.config import ResolvedConfig
 from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
-from hotspa_megatron.planning.step_plan import StepPlanner
-from hotspa_megatron.planning.step_time import resolved_costs
+from hotspa_megatron.planning.step_plan import StepPlan, StepPlanner
+from hotspa_megatron.planning.step_time import Activity, RunModel, Span, resolved_model, step_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,10 @@ class SegmentShown:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShown:
-    """A step. ``hardware``: whose times decided; ``padding``: share of computed tokens; ``seconds``: moves included."""
+    """A step. ``hardware``: whose times decided; ``padding``: share of computed tokens; ``seconds``: all of the step.
+
+    ``timeline``: what the ranks do, and when, as modelled.
+    """
 
     hardware: str
     sequences: int
@@ -49,6 +53,8 @@ class StepShown:
     padding: float
     segments: tuple[SegmentShown, ...]
     seconds: float
+    world_size: int
+    timeline: tuple[SpanShown, ...]
 
 
 def sample_step(
@@ -81,14 +87,18 @@ def sample_step(
         for length, count in zip(drawn.lengths.tolist(), drawn.counts.tolist(), strict=True)
         for _ in range(count)
     ]
-    planner = StepPlanner.from_resolved(
-        resolved, resolved_costs(resolved, hardware, recompute=recompute), merge=config.merge == "auto"
-    )
+    model, groups = resolved_model(resolved, hardware, recompute=recompute)
+    costs = step_costs(model, [choice.execution for choice in groups])
+    planner = StepPlanner.from_resolved(resolved, costs, merge=config.merge == "auto")
     plan = planner.plan(lengths)
+    timeline = RunModel(model, groups, planner).timeline(plan)
     segments = []
-    for segment in plan.segments:
+    for number, segment in enumerate(plan.segments):
         own = [lengths[index] for batches in segment.micro_batches for batch in batches for index in batch]
-        busy = planner.busy(segment, np.array(plan.lengths, np.int64))
+        busy = [0.0] * segment.strategy.dp
+        for span in timeline.spans:
+            if span.activity is Activity.COMPUTE and span.segment == number and span.replica is not None:
+                busy[span.replica] = span.end - span.start
         segments.append(
             SegmentShown(
                 strategy=str(segment.strategy),
@@ -109,18 +119,32 @@ def sample_step(
         tokens=sum(lengths),
         padding=1 - sum(lengths) / sum(each.computed_tokens for each in segments),
         segments=tuple(segments),
-        seconds=planner.seconds(plan),
+        seconds=timeline.time.total,
+        world_size=model.world_size,
+        timeline=tuple(_shown(span, plan, model.world_size) for span in timeline.spans),
+    )
+
+
+def _shown(span: Span, plan: StepPlan, world_size: int) -> SpanShown:
+    ranks = np.arange(world_size)
+    if span.segment is not None and span.replica is not None:
+        strategy = plan.segments[span.segment].strategy
+        # Ranks lie as tp, cp, dp, pp from the fastest axis.
+        ranks = ranks.reshape(strategy.pp, strategy.dp, strategy.cp * strategy.tp)[:, span.replica].ravel()
+    return SpanShown(
+        activity=span.activity, segment=span.segment, ranks=tuple(ranks.tolist()), start=span.start, end=span.end
     )
 
 
 def print_step(console: Console, step: StepShown, *, source: str) -> None:
     shown = tables.table(
-        *("strategy", "kind", "lengths", "sequences", "tokens", "micro-batches", "padding", "imbalance", "ms"),
+        *("", "strategy", "kind", "lengths", "sequences", "tokens", "micro-batches", "padding", "imbalance", "ms"),
         left=("strategy", "kind", "lengths"),
     )
-    for each in step.segments:
+    for number, each in enumerate(step.segments):
         tables.row(
             shown,
+            symbol_of(number),
             each.strategy,
             each.kind,
             f"{each.shortest:,}-{each.longest:,}",
@@ -137,9 +161,29 @@ def print_step(console: Console, step: StepShown, *, source: str) -> None:
         console,
         "Micro-batches: of the replica with fewest and with most. Imbalance: (busiest replica - mean) / busiest.",
     )
-    tables.say(
-        console,
-        f"Modelled on {step.hardware} (--hardware), moves of parameters and gradients included: {step.seconds * 1e3:,.0f} ms.",
+    tables.say(console, f"Modelled on {step.hardware} (--hardware).")
+    print_timeline(console, step.timeline, world_size=step.world_size, seconds=step.seconds)
+
+
+def plot_step(path: str, step: StepShown, *, source: str) -> None:
+    """Draw the step rank by rank; ``ValueError`` where matplotlib or the file fails."""
+    names = {number: f"{symbol_of(number)} {each.strategy}" for number, each in enumerate(step.segments)}
+    charts.save_spans(
+        path,
+        title=f"A step of {source} on {step.hardware}, modelled",
+        rows={
+            row.label: [
+                (
+                    names[each.segment]
+                    if each.activity is Activity.COMPUTE and each.segment is not None
+                    else each.activity,
+                    each.start * 1e3,
+                    (each.end - each.start) * 1e3,
+                )
+                for each in row.spans
+            ]
+            for row in rows_of(step.timeline, step.world_size)
+        },
     )
 
 

@@ -53,3 +53,12 @@ def ranges(max_lengths: Iterable[int]) -> list[tuple[int, int] | None]:
 
 def range_text(lengths: tuple[int, int] | None) -> str:
     return "none" if lengths is None else f"{lengths[0]}-{lengths[1]}"
+
+
+def size_text(count: int | None) -> str:
+    """Bytes in the unit that reads best."""
+    if count is None:
+        return "not known"
+    if count < 1 << 20:
+        return f"{count / (1 << 10):.1f} KiB" if count else "0"
+    return f"{count / (1 << 20):.1f} MiB" if count < 1 << 30 else f"{count / (1 << 30):.2f} GiB"

@@ -109,7 +109,7 @@ class CostModel:
         self._head = shape.padded_vocab_size * shape.hidden_size
         self._layer = sum(size for place, size in matrices if place not in ("embedding", "head")) / shape.num_layers
         self._stage_times: dict[Execution, StageTime] = {}
-        self._switches: dict[tuple[Strategy, ...], float] = {}
+        self._switches: dict[tuple[Strategy, Strategy | None, Strategy], float] = {}
         self._folds: dict[tuple[Strategy, Strategy], float] = {}
         self._shards: dict[Strategy, RankPieces | Layout] = {}
 
@@ -205,19 +205,23 @@ class CostModel:
 
     # ----------------------------------------------------------------------------------------------------- switch and fold
 
+    def switch_plan(self, home: Strategy, before: Strategy | None, guest: Strategy) -> ReshardPlan:
+        """How a guest is materialised out of home's parameters and those of the guest that ran before (None: none)."""
+        sources = (home,) if before is None else (home, before)
+        return plan_reshard(
+            [self.memory.layout(each) for each in sources],
+            self.memory.layout(guest),
+            itemsize=self.shape.parameter_bytes,
+            topology=self.topology,
+        )
+
     def switch_seconds(self, home: Strategy, before: Strategy | None, guest: Strategy) -> float:
-        """Time to materialise a guest out of home's parameters and those of the guest that ran before (None: none)."""
+        """Time of ``switch_plan``."""
         home, guest = self._plain(home), self._plain(guest)
-        sources = (home,) if before is None else (home, self._plain(before))
-        key = (*sources, guest)
+        before = None if before is None else self._plain(before)
+        key = (home, before, guest)
         if key not in self._switches:
-            plan = plan_reshard(
-                [self.memory.layout(each) for each in sources],
-                self.memory.layout(guest),
-                itemsize=self.shape.parameter_bytes,
-                topology=self.topology,
-            )
-            self._switches[key] = self.reshard_time(plan)
+            self._switches[key] = self.reshard_time(self.switch_plan(home, before, guest))
         return self._switches[key]
 
     def chain_switch_seconds(self, before: Strategy, after: Strategy) -> float:
@@ -231,18 +235,21 @@ class CostModel:
         )
         return self.reshard_time(plan)
 
+    def fold_plan(self, guest: Strategy, home: Strategy) -> ReshardPlan:
+        """How a guest's finished gradients get to the ranks that own them at home."""
+        return plan_reshard(
+            [self.memory.layout(guest)],
+            self._owned(home),
+            itemsize=self.shape.gradient_bytes,
+            topology=self.topology,
+            two_phase=False,
+        )
+
     def fold_seconds(self, guest: Strategy, home: Strategy) -> float:
-        """Time to bring a guest's finished gradients to the ranks that own them at home."""
+        """Time of ``fold_plan``."""
         key = self._plain(guest), self._plain(home)
         if key not in self._folds:
-            plan = plan_reshard(
-                [self.memory.layout(guest)],
-                self._owned(home),
-                itemsize=self.shape.gradient_bytes,
-                topology=self.topology,
-                two_phase=False,
-            )
-            self._folds[key] = self.reshard_time(plan)
+            self._folds[key] = self.reshard_time(self.fold_plan(guest, home))
         return self._folds[key]
 
     def reshard_time(self, plan: ReshardPlan) -> float:

@@ -6,9 +6,10 @@ wait for each other; a switch waits for all. Pure; ``search`` compares plans by 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,37 @@ class StepTime:
     optimizer: float
 
 
+class Activity(enum.StrEnum):
+    """What ranks do in a step: run micro-batches, or what ``StepTime`` has a share for."""
+
+    COMPUTE = "compute"
+    SWITCH = "switch"
+    REDUCE = "reduce"
+    FOLD = "fold"
+    OPTIMIZER = "optimizer"
+
+
+class Span(NamedTuple):
+    """Ranks at one activity, ``start`` to ``end`` in seconds from the start of the step.
+
+    ``segment``: its place in the plan, None where the step ends. ``replica``: None for all ranks.
+    """
+
+    activity: Activity
+    segment: int | None
+    replica: int | None
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A step's spans, by start, and its time. Where a rank has no span, it waits for others."""
+
+    spans: tuple[Span, ...]
+    time: StepTime
+
+
 def mean_time(times: Sequence[StepTime]) -> StepTime:
     """The mean over steps."""
     return StepTime(
@@ -84,40 +116,51 @@ class RunModel:
 
     def time(self, plan: StepPlan) -> StepTime:
         """The time of a plan that this run's planner made."""
+        return self.timeline(plan).time
+
+    def timeline(self, plan: StepPlan) -> Timeline:
+        """What the ranks do in a plan that this run's planner made, and when."""
         model, home = self.model, self.home
         lengths = np.array(plan.lengths, np.int64)
         clock = np.zeros(model.world_size)
-        switch = fold = reduce = last = 0.0
+        spans: list[Span] = []
+        taken = dict.fromkeys((each.name for each in fields(StepTime) if each.name != "total"), 0.0)
+
+        def together(activity: Activity, segment: int | None, seconds: float) -> None:
+            taken[activity] += seconds
+            start = float(clock.max())
+            clock[:] = start + seconds
+            if seconds:
+                spans.append(Span(activity, segment, None, start, start + seconds))
+
+        last = 0.0
         before: Strategy | None = None
-        for segment in plan.segments:
-            if segment.kind is Kind.GUEST:
-                moved = 0.0 if segment.strategy == before else model.switch_seconds(home, before, segment.strategy)
-                switch += moved
-                clock[:] = clock.max() + moved
-                before = segment.strategy
-            mean = self._run(segment, lengths, clock)
-            if segment.kind is Kind.GUEST:
-                reduced, sent = model.guest_reduction(segment.strategy), model.fold_seconds(segment.strategy, home)
-                reduce += reduced
-                fold += sent
-                clock[:] = clock.max() + reduced + sent
+        for number, segment in enumerate(plan.segments):
+            guest = segment.strategy if segment.kind is Kind.GUEST else None
+            if guest is not None:
+                together(Activity.SWITCH, number, 0.0 if guest == before else model.switch_seconds(home, before, guest))
+                before = guest
+            work, mean = self._run(segment, lengths, clock)
+            spans += [Span(Activity.COMPUTE, number, *each) for each in work]
+            if guest is not None:
+                together(Activity.REDUCE, number, model.guest_reduction(guest))
+                together(Activity.FOLD, number, model.fold_seconds(guest, home))
             else:
                 last = mean
-        reduced, optimizer = model.home_reduction(home, last=last), model.optimizer_seconds(home)
-        return StepTime(
-            total=float(clock.max()) + reduced + optimizer,
-            switch=switch,
-            fold=fold,
-            reduce=reduce + reduced,
-            optimizer=optimizer,
+        together(Activity.REDUCE, None, model.home_reduction(home, last=last))
+        together(Activity.OPTIMIZER, None, model.optimizer_seconds(home))
+        return Timeline(
+            spans=tuple(sorted(spans, key=lambda each: each.start)), time=StepTime(total=float(clock.max()), **taken)
         )
 
-    def _run(self, segment: Segment, lengths: np.ndarray, clock: np.ndarray) -> float:
-        """Advance the ranks' clocks by a segment; returns the mean time of its micro-batches."""
+    def _run(
+        self, segment: Segment, lengths: np.ndarray, clock: np.ndarray
+    ) -> tuple[list[tuple[int, float, float]], float]:
+        """Advance the ranks' clocks by a segment; returns (replica, start, end), and the mean time of micro-batches."""
         execution = self.groups[segment.group].execution
         group, strategy = self.planner.groups[segment.group], segment.strategy
         time = self.model.stage_time(execution)
-        times = []
+        times, work = [], []
         for replica, batches in enumerate(segment.micro_batches):
             real = [batch for batch in batches if batch]
             if not real:
@@ -135,8 +178,11 @@ class RunModel:
             # Ranks lie as tp, cp, dp, pp from the fastest axis: a replica is a slice of this view.
             ranks = clock.reshape(strategy.pp, strategy.dp, strategy.cp * strategy.tp)[:, replica]
             filler = float(time.fixed + time.per_token * tokens.max())
-            ranks[:] = ranks.max() + each.sum() + fill + (len(batches) - len(real)) * filler
-        return float(np.concatenate(times).mean()) if times else 0.0
+            start = float(ranks.max())
+            end = start + float(each.sum()) + fill + (len(batches) - len(real)) * filler
+            ranks[:] = end
+            work.append((replica, start, end))
+        return work, float(np.concatenate(times).mean()) if times else 0.0
 
     def _length_group(self, choice: GroupChoice, *, last: bool) -> LengthGroup:
         strategy = choice.execution.strategy
@@ -157,9 +203,9 @@ def resolved_costs(
     """``step_costs`` of a resolved configuration (``config.ResolvedConfig``) on this hardware.
 
     ``recompute``: the share of layers that the command line recomputes, where a strategy says nothing else.
-    ``home_layers``: of each of home's stages, where they do not follow from the shape.
+    ``home_layers``: of each of home's stages, where Megatron laid them as the configuration does not say.
     """
-    model, groups = _resolved(resolved, hardware, recompute=recompute, home_layers=home_layers)
+    model, groups = resolved_model(resolved, hardware, recompute=recompute, home_layers=home_layers)
     return step_costs(model, [choice.execution for choice in groups])
 
 
@@ -178,7 +224,7 @@ class StepEstimator:
         recompute: float,
         home_layers: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        model, groups = _resolved(resolved, hardware, recompute=recompute, home_layers=home_layers)
+        model, groups = resolved_model(resolved, hardware, recompute=recompute, home_layers=home_layers)
         self._planned = RunModel(model, groups, planner)
         self._static = RunModel(model, groups[-1:])
 
@@ -187,9 +233,10 @@ class StepEstimator:
         return self._planned.time(plan), self._static.step(np.array(plan.lengths, np.int64))
 
 
-def _resolved(
-    resolved: Any, hardware: Hardware, *, recompute: float, home_layers: Sequence[Sequence[int]] | None
+def resolved_model(
+    resolved: Any, hardware: Hardware, *, recompute: float, home_layers: Sequence[Sequence[int]] | None = None
 ) -> tuple[CostModel, list[GroupChoice]]:
+    """The cost model and the length groups of a resolved configuration; arguments as for ``resolved_costs``."""
     shape, home = resolved.shape, resolved.home.strategy
     groups = []
     for each in (*resolved.strategies, resolved.home):
@@ -198,7 +245,9 @@ def _resolved(
         execution = Execution(strategy=each.strategy, recompute=share)
         budget = each.tokens_per_microbatch
         groups.append(GroupChoice(max_length=each.max_length, execution=execution, tokens_per_microbatch=budget))
-    return CostModel(shape, hardware, home.world_size, home=home, home_layers=home_layers), groups
+    return CostModel(
+        shape, hardware, home.world_size, home=home, home_layers=home_layers or resolved.home.stages
+    ), groups
 
 
 def step_costs(model: CostModel, executions: Sequence[Execution]) -> StepCosts:
