@@ -15,6 +15,7 @@ from hotspa_megatron.hooks import agreement
 from hotspa_megatron.hooks.agreement import VARIABLES, compare, difference
 from hotspa_megatron.hooks.patching import Patches
 from tests.spawn import run_ranks
+from tests.test_profile import shorten
 from tests.training import Job, arguments, corpus, flag, skewed_lengths, train
 
 GIVEN = {"--seed": "1234", "data file 1 (.idx)": "10 bytes", "the version of torch": "2.13.0"}
@@ -137,6 +138,10 @@ def _another_file(text: str, args: Any) -> None:
     args.hotspa_config = flag(text)[1]
 
 
+def _a_file(args: Any) -> None:
+    args.hotspa_config = flag(CONFIG)[1]
+
+
 CONFIG = "strategies: [{max_length: 64, tp: 1}]"
 MORE = "strategies: [{max_length: 32, tp: 1}, {max_length: 64, tp: 2}]"
 DIFFERENCES: dict[str, tuple[Callable[[], Change], str]] = {
@@ -155,6 +160,33 @@ DIFFERENCES: dict[str, tuple[Callable[[], Change], str]] = {
         "data file 1 (.idx) is '",
     ),
 }
+
+
+def _and_says_so_in_time(change: Change) -> None:
+    _given_to_rank_1(change)
+    shorten()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_a_file, "--hotspa-config is 'a file' on rank 1, 'auto' on rank 0"),
+        pytest.param(
+            _another_size, "--tensor-model-parallel-size is '1' on rank 1, '2' on rank 0", marks=pytest.mark.long
+        ),
+    ],
+    ids=["file", "size"],
+)
+def test_ranks_that_plan_for_themselves_are_compared_before_they_plan(
+    change: Change, message: str, tmp_path: Path
+) -> None:
+    line = arguments("--save", str(tmp_path), "--save-interval", "9", "--hotspa-config", "auto", tp=2, iterations=1)
+    with pytest.raises(AssertionError) as caught:
+        train(Job(line, None, ranks=2, before=functools.partial(_and_says_so_in_time, change)), grace=20)
+    told = str(caught.value).replace('"', "'")
+    for prefix in ("hotspa: ", "hotspa: rank 1: "):
+        assert f"{prefix}ranks were not given the same: {message}" in told
+    assert told.count("SystemExit: 2") == 2 and "measuring" not in told and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

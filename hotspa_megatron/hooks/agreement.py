@@ -29,7 +29,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 import hotspa_megatron
 from hotspa_megatron.config import ResolvedConfig
-from hotspa_megatron.hooks import compat, cpu
+from hotspa_megatron.hooks import auto, compat, cpu
+from hotspa_megatron.hooks.flags import FLAG
 from hotspa_megatron.hooks.samples import data_files
 from hotspa_megatron.strategy import listed
 from hotspa_megatron.strict_yaml import shown
@@ -65,13 +66,19 @@ def remember_flags(parser: Any) -> None:
     _flags = tuple(action.dest for action in parser._actions)
 
 
-def given(args: Any, resolved: ResolvedConfig) -> dict[str, str]:
+def given(args: Any, resolved: ResolvedConfig | None) -> dict[str, str]:
     """What this rank was given, by the name that a message calls it, values as a message shows them.
 
-    A data file is known by its size and ``_BLOCKS`` blocks of it: another file is seen, a changed token may not be.
+    ``resolved``: None where there is no file yet, as before a job has planned for itself. A data file is known by its size
+    and ``_BLOCKS`` blocks of it: another file is seen, a changed token may not be.
     """
-    config = {f"{key} of the --hotspa-config file": value for key, value in resolved.config.contents().items()}
-    shape = {f"the model's {name}": value for name, value in dataclasses.asdict(resolved.shape).items()}
+    config: dict[str, Any] = {FLAG: auto.AUTO}
+    shape: dict[str, Any] = {}
+    if resolved is not None:
+        config = {FLAG: "a file"} | {
+            f"{key} of the --hotspa-config file": value for key, value in resolved.config.contents().items()
+        }
+        shape = {f"the model's {name}": value for name, value in dataclasses.asdict(resolved.shape).items()}
     flags = {
         f"--{name.replace('_', '-')}": _without_paths(value, is_path=name.endswith(_PATHS))
         for name in _flags
@@ -91,7 +98,7 @@ def given(args: Any, resolved: ResolvedConfig) -> dict[str, str]:
     variables = {f"the variable {name}": value for name, value in sorted(os.environ.items()) if _matters(name)}
     return {
         name: value if isinstance(value, str) else repr(value)
-        for name, value in {**flags, **config, **shape, **files, **versions, **variables}.items()
+        for name, value in {**config, **flags, **shape, **files, **versions, **variables}.items()
     }
 
 

@@ -74,11 +74,10 @@ def check(args: Any) -> None:
 
 
 def decide(args: Any, *, say: Say) -> Path:
-    """The file of this job on this rank, written where there was none. Collective; joins the ranks where nobody has.
+    """The file of this job on this rank, written where there was none. Collective; needs joined ranks that agree.
 
     Raises ValueError, on all ranks alike, where nothing can be planned.
     """
-    _join(args)
     job, rank = Job.of(args), dist.get_rank()
     text = _from_first(lambda: _kept(job, say) if rank == 0 else None)
     if text is None:
@@ -231,7 +230,7 @@ def _versions() -> str:
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
 
-def _join(args: Any) -> None:
+def join(args: Any) -> None:
     """Join the ranks as Megatron would a moment later; it then finds them joined."""
     if dist.is_initialized():
         return

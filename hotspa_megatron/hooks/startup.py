@@ -114,6 +114,10 @@ def plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callabl
             return original(*positional, **options)
         try:
             if args.hotspa_config == auto.AUTO:
+                check_data_files(args)
+                auto.join(args)
+                # Before ranks exchange a plan: one that was given a file would not take part, and all would wait.
+                agreement.compare(agreement.given(args, None))
                 args.hotspa_config = str(auto.decide(args, say=say))
             session = Session(args, _resolved(args))
             checkpoint.check(args, session.resolved.config)
