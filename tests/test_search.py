@@ -160,6 +160,35 @@ def test_a_given_home_is_kept_and_is_the_baseline() -> None:
     assert planned.gain >= 1
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    home=st.sampled_from([{"cp": 4}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}]),
+    share=st.sampled_from([0.25, 0.5, 1.0]),
+    seed=st.integers(0, 1000),
+)
+def test_homes_recomputation_can_be_given_and_is_the_baselines(home: dict[str, int], share: float, seed: int) -> None:
+    shape = replace(SEVEN, num_layers=8, seq_length=16384)
+    batches = [WIKIPEDIA.limited(16384).sample(64, seed=seed)]
+    fixed = at(8, **home, recompute=share)
+    planned = plan_batches(batches, shape=shape, hardware=A800, world_size=8, home=fixed.strategy, home_recompute=share)
+    check(planned, batches, Models(shape, A800, 8))
+    assert planned.home.execution == planned.static.execution == fixed
+
+
+def test_others_choose_their_recomputation_where_homes_is_given() -> None:
+    batches = [WIKIPEDIA.limited(16384).sample(64, seed=1)]
+    shape = replace(SEVEN, num_layers=8, seq_length=16384)
+    home = at(8, tp=2, recompute=1.0)
+    planned = plan_batches(
+        batches, shape=shape, hardware=A800, world_size=8, home=home.strategy, home_recompute=1.0, recompute=(0.0,)
+    )
+    assert planned.home.execution == home and planned.gain > 1.1
+    assert {choice.execution.recompute for choice in planned.groups[:-1]} == {0.0}
+    # And home, where it is to be chosen, is one that recomputes as said.
+    chosen = plan_batches(batches, shape=shape, hardware=A800, world_size=8, home_recompute=1.0)
+    assert chosen.home.execution.recompute == chosen.static.execution.recompute == 1.0
+
+
 def test_a_home_with_uneven_stages_keeps_them() -> None:
     shape = replace(SEVEN, num_layers=7, layers_in_first_stage=3, layers_in_last_stage=4, seq_length=4096)
     home = Strategy.from_world(4, tp=1, cp=1, pp=2)

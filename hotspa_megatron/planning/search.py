@@ -99,6 +99,7 @@ def plan_strategies(
     world_size: int,
     sequences_per_step: int,
     home: Strategy | None = None,
+    home_recompute: float | None = None,
     recompute: Sequence[float] = RECOMPUTE_SHARES,
     vpp: Sequence[int] = (1,),
     max_tp: int | None = None,
@@ -122,9 +123,10 @@ def plan_strategies(
     >>> planned.home.max_length
     32768
 
-    ``home``: keep to this one, and take the static run under it as the baseline; None: choose, among all. ``recompute`` and
-    ``vpp``: what may be chosen for each strategy. ``max_tp``: the GPUs of a node unless given. ``max_cp``: 1
-    where context parallelism is not available. ``steps`` mini-batches of
+    ``home``: keep to this one, and take the static run under it as the baseline; None: choose, among all. ``home_recompute``:
+    the share of layers that home, and so the baseline, recomputes; None: choose. ``recompute`` and ``vpp``: what may be chosen
+    for each strategy; ``home_recompute`` may be, too. ``max_tp``: the GPUs of a node unless given. ``max_cp``: 1 where context
+    parallelism is not available. ``steps`` mini-batches of
     ``sequences_per_step`` are drawn with ``seed`` and looked at. Raises ValueError where nothing fits, with the reason.
     """
     fitting = histogram.limited(shape.seq_length, "split")
@@ -135,6 +137,7 @@ def plan_strategies(
         hardware=hardware,
         world_size=world_size,
         home=home,
+        home_recompute=home_recompute,
         recompute=recompute,
         vpp=vpp,
         max_tp=max_tp,
@@ -150,6 +153,7 @@ def plan_batches(
     hardware: Hardware,
     world_size: int,
     home: Strategy | None = None,
+    home_recompute: float | None = None,
     recompute: Sequence[float] = RECOMPUTE_SHARES,
     vpp: Sequence[int] = (1,),
     max_tp: int | None = None,
@@ -157,28 +161,27 @@ def plan_batches(
     optimizer_bytes: int = ADAM_BYTES,
 ) -> PlannedRun:
     """``plan_strategies`` for given mini-batches: lengths in tokens, none above ``shape.seq_length``."""
+    shares = sorted({*recompute, *(() if home_recompute is None else (home_recompute,))})
     executions = legal_executions(
         shape,
         world_size,
         max_tp=min(hardware.gpus_per_node, world_size) if max_tp is None else max_tp,
-        recompute=recompute,
+        recompute=shares,
         vpp=vpp,
         max_cp=max_cp,
     )
     if home is not None:
         uneven = [
-            Execution(strategy=replace_axes(home, cp), recompute=share)
-            for cp in _cps(home, max_cp)
-            for share in recompute
+            Execution(strategy=replace_axes(home, cp), recompute=share) for cp in _cps(home, max_cp) for share in shares
         ]
         executions = tuple(sorted({*executions, *uneven}))
     models = Models(shape, hardware, world_size, home=home, optimizer_bytes=optimizer_bytes)
-    found = _Search(models, batches, executions, home).run()
+    found = _Search(models, batches, executions, home, home_recompute).run()
     plain = tuple(each for each in executions if each.strategy.vpp == 1)
     if plain == executions or (home is not None and home.vpp > 1):
         return found
     try:
-        other = _Search(models, batches, plain, home).run()
+        other = _Search(models, batches, plain, home, home_recompute).run()
     except ValueError:  # without virtual stages nothing fits
         return found
     # With more to choose from a search that improves step by step can end at less: neither may be lost.
@@ -262,9 +265,15 @@ class _Sums:
 
 class _Search:
     def __init__(
-        self, models: Models, batches: Sequence[Lengths], executions: Sequence[Execution], home: Strategy | None
+        self,
+        models: Models,
+        batches: Sequence[Lengths],
+        executions: Sequence[Execution],
+        home: Strategy | None,
+        home_recompute: float | None = None,
     ) -> None:
-        self._models, self._batches, self._home = models, batches, home
+        self._models, self._batches = models, batches
+        self._home, self._home_recompute = home, home_recompute
         self._executions = executions
         self._longest = models.shape.seq_length
         self._cuts = cut_points(self._longest)
@@ -303,6 +312,8 @@ class _Search:
         for execution in self._executions:
             strategy = execution.strategy
             if self._home is not None and strategy != self._home:
+                continue
+            if self._home_recompute is not None and execution.recompute != self._home_recompute:
                 continue
             memory = self._models.under(strategy).memory
             capacity, least = memory.capacity(execution, strategy), self._least(execution, strategy, self._longest)
@@ -401,8 +412,11 @@ class _Search:
                     yield _in_order((*others, replace(other, max_length=cut)), home)
 
     def _siblings(self, home: GroupChoice) -> list[GroupChoice]:
-        """Executions on home's parameters with no more cp and recomputation than home needs for the longest sequences."""
-        at = home.execution.strategy
+        """Executions on home's parameters with no more cp and recomputation than home needs for the longest sequences.
+
+        A share of recomputation that was given to home says nothing of that need.
+        """
+        at, most = home.execution.strategy, home.execution.recompute if self._home_recompute is None else 1.0
         memory = self._models.under(at).memory
         return [
             replace(home, execution=each, tokens_per_microbatch=self._cap(memory.capacity(each, at)))
@@ -410,7 +424,7 @@ class _Search:
             if each.layout == home.execution.layout
             and each != home.execution
             and each.strategy.cp <= at.cp
-            and each.recompute <= home.execution.recompute
+            and each.recompute <= most
         ]
 
     def _takes(self, choice: GroupChoice, limit: int, home: GroupChoice) -> bool:
