@@ -18,7 +18,7 @@ from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_
 from hotspa_megatron.cli.timeline import SpanShown, rows_of
 from hotspa_megatron.planning.communicators import GROUP_MB, PAIR_MB, GroupMemory, Groups, count_groups, group_memory
 from hotspa_megatron.planning.lengths import LengthHistogram
-from hotspa_megatron.planning.step_time import Activity
+from hotspa_megatron.planning.step_time import Activity, Span
 from hotspa_megatron.strategy import Kind, Strategy
 from tests.test_config import BAD, GOOD, write
 from tests.test_lengths import write_index
@@ -232,11 +232,16 @@ def test_a_step_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert own[-1][1] == step["seconds"]
     for number, segment in enumerate(step["segments"]):
         work = [each for each in spans if each["activity"] == "compute" and each["segment"] == number]
-        replicas = Strategy.parse(segment["strategy"]).groups("tp-cp-pp")
-        assert [tuple(sorted(each["ranks"])) for each in sorted(work, key=lambda each: min(each["ranks"]))] == sorted(
-            replicas
-        )
-        assert max(each["end"] - each["start"] for each in work) == pytest.approx(segment["seconds"])
+        strategy = Strategy.parse(segment["strategy"])
+        # A stage of a pipeline computes twice: the first forward passes, and all the rest.
+        pieces = 1 if strategy.pp == 1 else 2
+        assert sorted(tuple(sorted(each["ranks"])) for each in work) == sorted(strategy.groups("tp-cp") * pieces)
+        took = [
+            max(each["end"] for each in work if replica & {*each["ranks"]})
+            - min(each["start"] for each in work if replica & {*each["ranks"]})
+            for replica in map(set, strategy.groups("tp-cp-pp"))
+        ]
+        assert max(took) == pytest.approx(segment["seconds"])
         around = [each["activity"] for each in spans if each["segment"] == number and each["activity"] != "compute"]
         assert set(around) <= ({"switch", "reduce", "fold"} if segment["kind"] == "guest" else set())
     deep = [each["strategy"] for each in step["segments"]].index("tp2-cp1-pp2-dp2")
@@ -254,6 +259,24 @@ def test_a_step_rank_by_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         for rank in range(8)
     ]
     assert {share for _, share in drawn} == {f"{100 * share:.1f}" for share in shares}
+
+
+def test_stages_of_a_pipeline_wait_for_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One micro-batch through four stages: each computes a quarter of the time, one after the other, forward and back."""
+    line = [*GPT, "--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "4"]
+    line.remove("--sequence-parallel")
+    of = ["--world-size", "4", "--lengths", "lognormal:mean=900,sigma=0.1,max=1000", "--sequences", "1"]
+    step = explained(tmp_path, capsys, "strategies: []", *of, "--", *line)["step"]
+    work = [each for each in step["timeline"] if each["activity"] == "compute"]
+    whole = step["segments"][0]["seconds"]
+    for stage in range(4):
+        (forward, backward) = [each for each in work if each["ranks"] == [stage]]
+        one = whole / 4
+        assert [forward["start"], forward["end"]] == pytest.approx([stage * one / 3, (stage + 1) * one / 3])
+        end = whole - stage * one * 2 / 3
+        assert [backward["start"], backward["end"]] == pytest.approx([end - one * 2 / 3, end])
+    span = Span(Activity.COMPUTE, 0, 0, 1.0, 13.0, fill=3.0)
+    assert all(sum(end - start for start, end in span.of_stage(stage, 4)) == pytest.approx(9.0) for stage in range(4))
 
 
 def test_a_character_shows_what_takes_most_of_it() -> None:

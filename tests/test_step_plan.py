@@ -219,12 +219,12 @@ def costs_of(
     home = strategies[-1]
     guests = [strategy for strategy in strategies if not strategy.same_layout(home)]
     return StepCosts(
-        times={
-            strategy: MicroBatchTime.estimated(
+        times=tuple(
+            MicroBatchTime.estimated(
                 SHAPE, strategy, flops_per_second=2e14, bytes_per_second=1.5e11, seconds_per_layer=5e-4
             )
             for strategy in strategies
-        },
+        ),
         moves=Moves(
             switches={(before, guest): switch for guest in guests for before in (None, *guests) if before != guest},
             folds=dict.fromkeys(guests, fold),
@@ -269,11 +269,7 @@ def test_a_small_group_joins_the_next_longer_strategy_where_its_switch_does_not_
     small, middle, home = (Strategy.from_world(4, tp=tp, cp=cp, pp=pp) for _, tp, cp, pp in sizes)
     # A token takes 1, 2 and 3 on a replica, of which there are 4, 2 and 1; a switch or a fold takes 10.
     costs = StepCosts(
-        times={
-            small: MicroBatchTime(per_token=1.0),
-            middle: MicroBatchTime(per_token=2.0),
-            home: MicroBatchTime(per_token=3.0),
-        },
+        times=tuple(MicroBatchTime(per_token=each) for each in (1.0, 2.0, 3.0)),
         moves=Moves(
             switches={(None, small): 10.0, (None, middle): 10.0, (small, middle): 10.0, (middle, small): 10.0},
             folds={small: 10.0, middle: 10.0},
@@ -325,14 +321,14 @@ def test_the_cheapest_single_strategy_for_the_steps_own_longest_is_a_candidate()
 def by_hand(planned: StepPlanner, lengths: Sequence[int]) -> Iterator[StepPlan]:
     """Every choice of groups that takes all sequences, guests in every order: packed by a planner of these groups alone."""
     positions = range(len(planned.groups))
-    times = StepCosts(times=planned.costs.times, other_times=planned.costs.other_times)
     for count in positions:
         for used in itertools.combinations(positions, count + 1):
             if planned.groups[used[-1]].max_length < max(lengths):
                 continue
             groups = [planned.groups[position] for position in used]
             groups[-1] = dataclasses.replace(groups[-1], kind=Kind.HOME)
-            plan = StepPlanner(groups, times).plan(lengths)
+            times = tuple(planned.costs.time(position) for position in used)
+            plan = StepPlanner(groups, StepCosts(times=times)).plan(lengths)
             segments = [
                 dataclasses.replace(s, group=used[s.group], kind=planned.groups[used[s.group]].kind)
                 for s in plan.segments
@@ -395,15 +391,18 @@ def test_a_single_strategy_that_estimates_think_little_of_is_packed_all_the_same
         )
     ]
     costs = StepCosts(
-        times={
-            guest: MicroBatchTime(per_token=0.06755447),
-            home: MicroBatchTime(per_token=0.0222157406, per_square=0.000256327682),
-        },
+        times=(
+            *2 * [MicroBatchTime(per_token=0.06755447)],
+            *2 * [MicroBatchTime(per_token=0.0222157406, per_square=0.000256327682)],
+        ),
         moves=Moves(switches={(None, guest): 3.16}, folds={guest: 5.94}),
     )
     lengths = [287, 6, 204, 360, 258]
     planned = StepPlanner(groups, costs)
-    singles = [StepPlanner(groups[first:], costs, merge=False).plan(lengths) for first in (1, 2, 3)]
+    singles = [
+        StepPlanner(groups[first:], dataclasses.replace(costs, times=costs.times[first:]), merge=False).plan(lengths)
+        for first in (1, 2, 3)
+    ]
     assert all(len(single.segments) == 1 for single in singles)
     least = min(
         planned.seconds(dataclasses.replace(single, segments=(dataclasses.replace(single.segments[0], group=first),)))
@@ -440,7 +439,7 @@ def test_no_order_of_the_guests_moves_less(seed: int, guests: int) -> None:
     costs = costs_of(sizes, 16)
     assert costs.moves is not None
     switches = {pair: float(random.integers(0, 4)) / 8 for pair in costs.moves.switches}
-    free = dict.fromkeys(costs.times, MicroBatchTime(per_token=1000.0))
+    free = len(costs.times) * (MicroBatchTime(per_token=1000.0),)
     moves = dataclasses.replace(costs.moves, switches=switches)
     planned = planner_of(sizes, world=16, costs=StepCosts(times=free, moves=moves))
     plan = planned.plan([length for length, *_ in sizes for _ in range(64)])
@@ -454,12 +453,25 @@ def test_no_order_of_the_guests_moves_less(seed: int, guests: int) -> None:
     assert (moving(order), order) == min((moving(each), list(each)) for each in itertools.permutations(sorted(order)))
 
 
+def test_one_strategy_that_recomputes_for_long_sequences_alone_has_two_times() -> None:
+    """Short sequences stay where nothing is recomputed, although both groups have one strategy."""
+    sizes = [(64, 2, 1, 1), (256, 2, 1, 1)]
+    apart = StepCosts(
+        times=(MicroBatchTime(per_token=3.0), MicroBatchTime(per_token=4.0)), moves=Moves(switches={}, folds={})
+    )
+    planned = planner_of(sizes, world=2, costs=apart)
+    plan = planned.plan([50] * 8 + [200])
+    assert [segment.group for segment in plan.segments] == [0, 1]
+    assert planned.seconds(plan) == 3.0 * 8 * 50 + 4.0 * 200
+    with pytest.raises(ValueError, match="costs name 1 times for 2 length groups"):
+        planner_of(sizes, world=2, costs=dataclasses.replace(apart, times=apart.times[:1]))
+
+
 def test_one_guest_for_two_length_groups_is_switched_to_once() -> None:
     sizes = [(64, 1, 1, 1), (128, 1, 1, 1), (256, 4, 1, 1)]
     guest = Strategy.from_world(4, tp=1, cp=1, pp=1)
     costs = StepCosts(
-        times={guest: MicroBatchTime(per_token=1.0)},
-        other_times=MicroBatchTime(per_token=10.0),
+        times=tuple(MicroBatchTime(per_token=each) for each in (1.0, 1.0, 10.0)),
         moves=Moves(switches={(None, guest): 5.0}, folds={guest: 0.0}),
     )
     planned = planner_of(sizes, world=4, costs=costs, budgets={64: 64, 128: 512})
@@ -497,7 +509,7 @@ def test_seconds_of_a_plan_are_those_of_its_busiest_replicas() -> None:
                 alignment=Alignment(sequence=2, total=4),
             )
         ],
-        StepCosts(times={strategy: time}),
+        StepCosts(times=(time,)),
     )
     plan = planned.plan([3, 9, 5])
     one = dataclasses.replace(plan.segments[0], micro_batches=(((1,), (0,)), ((2,),)))
@@ -518,7 +530,7 @@ def test_a_pipeline_gets_more_micro_batches_where_filling_it_costs_more_than_the
             tokens_per_microbatch=1024,
             alignment=Alignment(sequence=1, total=1),
         )
-        costs = StepCosts(times={strategy: MicroBatchTime(per_token=1.0, fixed=fixed)})
+        costs = StepCosts(times=(MicroBatchTime(per_token=1.0, fixed=fixed),))
         (segment,) = StepPlanner([group], costs).plan([32] * 64).segments
         return len(segment.micro_batches[0])
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
-from hotspa_megatron.planning.execution import Execution, Recompute, recomputed_share
+from hotspa_megatron.planning.execution import Execution, Recompute
 from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -124,7 +124,7 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
         lengths_from=source,
         sequences_per_step=sequences,
         stock_tokens_per_step=(batch or sequences) * line.shape.seq_length,
-        recompute=recompute_of(arguments, line),
+        recompute=recompute_of(arguments).share(line.shape.num_layers / (line.home.pp * line.home.vpp)),
         selective=word_of(arguments, "--recompute-granularity") == "selective"
         or "--recompute-activations" in arguments,
     )
@@ -196,13 +196,12 @@ def whole_of(arguments: Sequence[str], flag: str, *, most: int = LARGEST_INTEGER
     return found
 
 
-def recompute_of(arguments: Sequence[str], line: MegatronCommandLine) -> float:
-    """The share of layers that the command line recomputes in full."""
-    return recomputed_share(
+def recompute_of(arguments: Sequence[str]) -> Recompute:
+    """What the command line recomputes, under any strategy."""
+    return Recompute.of_flags(
         word_of(arguments, "--recompute-granularity"),
         word_of(arguments, "--recompute-method"),
         whole_of(arguments, "--recompute-num-layers"),
-        layers_of_a_stage=line.shape.num_layers / (line.home.pp * line.home.vpp),
     )
 
 

@@ -22,6 +22,7 @@ from hotspa_megatron.cli.sample_step import StepShown, plot_step, print_step, sa
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
 from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, Groups, count_groups
+from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
@@ -118,7 +119,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         taken = resolved.group_memory
         memory = [memory_per_stage(each, resolved, line) for each in (*resolved.strategies, resolved.home)]
         refused = [row.line for row in conflicts(megatron_arguments) if row.unless not in config.allow_untested]
-        share = recompute_of(megatron_arguments, line)
+        share = recompute_of(megatron_arguments)
         model, choices = resolved_model(resolved, hardware, recompute=share)
         moves = moves_between(model, [choice.execution for choice in choices])
         described = {**_describe(resolved, groups, taken, memory), "conflicts": refused}
@@ -145,7 +146,7 @@ def _step(
     resolved: ResolvedConfig,
     hardware: Hardware,
     megatron_arguments: Sequence[str],
-    recompute: float,
+    recompute: Recompute,
 ) -> StepShown:
     given = arguments.sequences
     if given is None:

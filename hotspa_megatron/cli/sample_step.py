@@ -5,7 +5,7 @@ Lengths are drawn from the corpus, so the step is one like those of the job, not
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +14,7 @@ from rich.console import Console
 from hotspa_megatron.cli import charts, tables
 from hotspa_megatron.cli.timeline import SpanShown, print_timeline, rows_of, symbol_of
 from hotspa_megatron.config import ResolvedConfig
+from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.step_plan import StepPlan, StepPlanner
@@ -64,7 +65,7 @@ def sample_step(
     *,
     sequences: int,
     seed: int,
-    recompute: float,
+    recompute: Recompute,
 ) -> StepShown:
     """Plan a step of so many documents (the pieces of one that is split count as it); ``ValueError`` where none fits."""
     config, limit = resolved.config, resolved.shape.seq_length
@@ -121,19 +122,24 @@ def sample_step(
         segments=tuple(segments),
         seconds=timeline.time.total,
         world_size=model.world_size,
-        timeline=tuple(_shown(span, plan, model.world_size) for span in timeline.spans),
+        timeline=tuple(
+            sorted(
+                (each for span in timeline.spans for each in _shown(span, plan, model.world_size)),
+                key=lambda each: each.start,
+            )
+        ),
     )
 
 
-def _shown(span: Span, plan: StepPlan, world_size: int) -> SpanShown:
-    ranks = np.arange(world_size)
+def _shown(span: Span, plan: StepPlan, world_size: int) -> Iterator[SpanShown]:
+    ranks = np.arange(world_size).reshape(1, world_size)
     if span.segment is not None and span.replica is not None:
         strategy = plan.segments[span.segment].strategy
         # Ranks lie as tp, cp, dp, pp from the fastest axis.
-        ranks = ranks.reshape(strategy.pp, strategy.dp, strategy.cp * strategy.tp)[:, span.replica].ravel()
-    return SpanShown(
-        activity=span.activity, segment=span.segment, ranks=tuple(ranks.tolist()), start=span.start, end=span.end
-    )
+        ranks = ranks.reshape(strategy.pp, strategy.dp, strategy.cp * strategy.tp)[:, span.replica]
+    for stage, own in enumerate(ranks.tolist()):
+        for start, end in span.of_stage(stage, len(ranks)):
+            yield SpanShown(activity=span.activity, segment=span.segment, ranks=tuple(own), start=start, end=end)
 
 
 def print_step(console: Console, step: StepShown, *, source: str) -> None:

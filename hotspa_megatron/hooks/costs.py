@@ -15,7 +15,7 @@ from hotspa_megatron.config import ResolvedConfig
 from hotspa_megatron.hooks import cpu
 from hotspa_megatron.hooks.auto import cached_profile
 from hotspa_megatron.hooks.model import LogicalModel
-from hotspa_megatron.planning.execution import recomputed_share
+from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.planning.hardware import Hardware, described_device, load_hardware
 from hotspa_megatron.planning.step_plan import StepCosts, StepPlanner
 from hotspa_megatron.planning.step_time import StepEstimator, resolved_costs
@@ -56,24 +56,17 @@ def decide_estimator(
     if dist.get_rank() == 0:
         decided = [hardware_here()[0].with_nodes_of(topology.gpus_per_node)]
     dist.broadcast_object_list(decided, src=0)
-    share, layers = _share(args, resolved), _home_layers(logical)
-    return lambda: StepEstimator(resolved, decided[0], planner, recompute=share, home_layers=layers)
+    recompute, layers = _recompute(args), _home_layers(logical)
+    return lambda: StepEstimator(resolved, decided[0], planner, recompute=recompute, home_layers=layers)
 
 
 def _costs_on(hardware: Hardware, args: Any, resolved: ResolvedConfig, logical: LogicalModel) -> StepCosts:
-    share, layers = _share(args, resolved), _home_layers(logical)
-    return resolved_costs(resolved, hardware, recompute=share, home_layers=layers)
+    return resolved_costs(resolved, hardware, recompute=_recompute(args), home_layers=_home_layers(logical))
 
 
-def _share(args: Any, resolved: ResolvedConfig) -> float:
-    """Of layers that the command line recomputes."""
-    home = resolved.home.strategy
-    return recomputed_share(
-        args.recompute_granularity,
-        args.recompute_method,
-        args.recompute_num_layers,
-        layers_of_a_stage=resolved.shape.num_layers / (home.pp * home.vpp),
-    )
+def _recompute(args: Any) -> Recompute:
+    """What the command line recomputes."""
+    return Recompute.of_flags(args.recompute_granularity, args.recompute_method, args.recompute_num_layers)
 
 
 def _home_layers(logical: LogicalModel) -> list[list[int]]:

@@ -147,7 +147,8 @@ class CostModel:
                 all_to_all = 4 * size * (queries + keys) / (tp * cp) * layers * self._all_to_all_per_byte(tp, cp)
         pipeline = 0.0
         if strategy.pp > 1:
-            crosses = tp * cp * strategy.dp % hardware.gpus_per_node == 0
+            # Where stages are on several nodes some hop leaves one, and every micro-batch takes every hop.
+            crosses = self.world_size > hardware.gpus_per_node
             # Between virtual stages the same goes round once for each of them.
             pipeline = strategy.vpp * 2 * size * hidden / (tp * cp) / (self._card if crosses else self._node)
         fixed = layers * (hardware.layer_overhead_s(tp) + (hardware.context_overhead_us * 1e-6 if cp > 1 else 0.0))

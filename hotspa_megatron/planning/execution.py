@@ -45,11 +45,21 @@ class Recompute:
     def __str__(self) -> str:
         return self.granularity if self.layers is None else f"{self.granularity} of {self.layers} layers"
 
+    @classmethod
+    def of_flags(cls, granularity: str | None, method: str | None, num_layers: int | None) -> Recompute:
+        """What Megatron's --recompute-granularity, -method and -num-layers say, for any strategy."""
+        if granularity == "full":
+            return cls(granularity="full", layers=(num_layers or 1) if method == "block" else None)
+        return cls(granularity="selective" if granularity == "selective" else "none")
+
     def share(self, layers: float) -> float:
-        """The share of layers that is recomputed in full, of virtual stages with so many."""
-        return recomputed_share(
-            self.granularity, None if self.layers is None else "block", self.layers, layers_of_a_stage=layers
-        )
+        """The share of layers that is recomputed in full, of virtual stages with so many.
+
+        Selective recomputation keeps as much as none where attention is fused, so it counts as none.
+        """
+        if self.granularity != "full":
+            return 0.0
+        return 1.0 if self.layers is None else min(1.0, self.layers / layers)
 
     @classmethod
     def of_share(cls, share: float, layers: int) -> Recompute:
@@ -83,13 +93,8 @@ class Execution:
 def recomputed_share(
     granularity: str | None, method: str | None, num_layers: int | None, *, layers_of_a_stage: float
 ) -> float:
-    """The share of layers that Megatron's --recompute-granularity, -method and -num-layers recompute in full.
-
-    Selective recomputation keeps as much as none where attention is fused, so it counts as none.
-    """
-    if granularity != "full":
-        return 0.0
-    return min(1.0, (num_layers or 1) / layers_of_a_stage) if method == "block" else 1.0
+    """The share of layers of such a stage that Megatron's flags recompute in full."""
+    return Recompute.of_flags(granularity, method, num_layers).share(layers_of_a_stage)
 
 
 def legal_executions(

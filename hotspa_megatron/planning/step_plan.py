@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -198,16 +198,17 @@ def reshard_seconds(plan: ReshardPlan) -> float:
 class StepCosts:
     """What the planner knows about time; equal on every rank, or ranks plan different steps.
 
-    ``times``: of each strategy, ``other_times`` where it is not named. Without ``moves`` nothing is merged and guests run
-    short to long: times then only balance micro-batches.
+    ``times``: of each length group, short to long, as two of one strategy may differ in what they recompute; empty:
+    ``other_times`` for all. Without ``moves`` nothing is merged and guests run short to long: times then only balance
+    micro-batches.
     """
 
-    times: Mapping[Strategy, MicroBatchTime] = field(default_factory=dict)
+    times: tuple[MicroBatchTime, ...] = ()
     other_times: MicroBatchTime = MicroBatchTime(per_token=1.0)
     moves: Moves | None = None
 
-    def time(self, strategy: Strategy) -> MicroBatchTime:
-        return self.times.get(strategy, self.other_times)
+    def time(self, group: int) -> MicroBatchTime:
+        return self.times[group] if self.times else self.other_times
 
 
 # -------------------------------------------------------------------------------------------------------------- planner
@@ -242,6 +243,8 @@ class StepPlanner:
             raise ValueError("the last length group must be home's")
         self.groups = tuple(groups)
         self.costs = costs if costs is not None else StepCosts()
+        if len(self.costs.times) not in (0, len(groups)):
+            raise ValueError(f"costs name {len(self.costs.times)} times for {len(groups)} length groups")
         self.merge = merge and self.costs.moves is not None
         self._max_lengths = np.array([group.max_length for group in groups], np.int64)
         for shorter, longer in itertools.pairwise(groups):
@@ -307,7 +310,7 @@ class StepPlanner:
     def busy(self, segment: Segment, lengths: NDArray[np.int64]) -> list[float]:
         """Each replica's time, in the unit of ``costs``; a pipeline fills with its longest micro-batch, as all are padded to."""
         group = self.groups[segment.group]
-        time, stages = self.costs.time(group.strategy), group.strategy.pp
+        time, stages = self.costs.time(segment.group), group.strategy.pp
         found = []
         for batches in segment.micro_batches:
             real = [batch for batch in batches if batch]
@@ -456,7 +459,7 @@ class _Step:
     # ------------------------------------------------------------------------------------------------------ estimation
 
     def _time(self, position: int) -> MicroBatchTime:
-        return self._planner.costs.time(self._planner.groups[position].strategy)
+        return self._planner.costs.time(position)
 
     def _range(self, after: int, position: int) -> _Range:
         if (after, position) not in self._ranges:

@@ -15,11 +15,10 @@ import numpy as np
 
 from hotspa_megatron.planning.alignment import alignment_of
 from hotspa_megatron.planning.cost_model import CostModel
-from hotspa_megatron.planning.execution import Execution
+from hotspa_megatron.planning.execution import Execution, Recompute
 from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.step_plan import (
     LengthGroup,
-    MicroBatchTime,
     Moves,
     Segment,
     StepCosts,
@@ -69,7 +68,8 @@ class Activity(enum.StrEnum):
 class Span(NamedTuple):
     """Ranks at one activity, ``start`` to ``end`` in seconds from the start of the step.
 
-    ``segment``: its place in the plan, None where the step ends. ``replica``: None for all ranks.
+    ``segment``: its place in the plan, None where the step ends. ``replica``: None for all ranks. ``fill``: how long each
+    stage of a pipeline waits for others within the span.
     """
 
     activity: Activity
@@ -77,6 +77,21 @@ class Span(NamedTuple):
     replica: int | None
     start: float
     end: float
+    fill: float = 0.0
+
+    def of_stage(self, stage: int, stages: int) -> tuple[tuple[float, float], ...]:
+        """When a pipeline's stage computes within the span: not while it waits, as 1F1B has it with even micro-batches.
+
+        A forward pass is a third of a micro-batch's time. Stage s waits for the s forward passes before its first one, at
+        the end for s backward passes; and between its first forward passes and its first backward pass for the rest.
+        """
+        if not self.fill:
+            return ((self.start, self.end),)
+        one = self.fill / (stages - 1)
+        begin, end = self.start + stage * one / 3, self.end - stage * one * 2 / 3
+        work = self.end - self.start - self.fill
+        first = min(work, (stages - stage) * one) / 3
+        return (begin, begin + first), (begin + first + (stages - 1 - stage) * one, end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +170,8 @@ class RunModel:
 
     def _run(
         self, segment: Segment, lengths: np.ndarray, clock: np.ndarray
-    ) -> tuple[list[tuple[int, float, float]], float]:
-        """Advance the ranks' clocks by a segment; returns (replica, start, end), and the mean time of micro-batches."""
+    ) -> tuple[list[tuple[int, float, float, float]], float]:
+        """Advance the ranks' clocks by a segment; returns (replica, start, end, fill), and the mean time of micro-batches."""
         execution = self.groups[segment.group].execution
         group, strategy = self.planner.groups[segment.group], segment.strategy
         time = self.model.stage_time(execution)
@@ -181,7 +196,7 @@ class RunModel:
             start = float(ranks.max())
             end = start + float(each.sum()) + fill + (len(batches) - len(real)) * filler
             ranks[:] = end
-            work.append((replica, start, end))
+            work.append((replica, start, end, fill))
         return work, float(np.concatenate(times).mean()) if times else 0.0
 
     def _length_group(self, choice: GroupChoice, *, last: bool) -> LengthGroup:
@@ -198,11 +213,11 @@ class RunModel:
 
 
 def resolved_costs(
-    resolved: Any, hardware: Hardware, *, recompute: float, home_layers: Sequence[Sequence[int]] | None = None
+    resolved: Any, hardware: Hardware, *, recompute: Recompute, home_layers: Sequence[Sequence[int]] | None = None
 ) -> StepCosts:
     """``step_costs`` of a resolved configuration (``config.ResolvedConfig``) on this hardware.
 
-    ``recompute``: the share of layers that the command line recomputes, where a strategy says nothing else.
+    ``recompute``: what the command line recomputes, where a strategy says nothing else.
     ``home_layers``: of each of home's stages, where Megatron laid them as the configuration does not say.
     """
     model, groups = resolved_model(resolved, hardware, recompute=recompute, home_layers=home_layers)
@@ -221,7 +236,7 @@ class StepEstimator:
         hardware: Hardware,
         planner: StepPlanner,
         *,
-        recompute: float,
+        recompute: Recompute,
         home_layers: Sequence[Sequence[int]] | None = None,
     ) -> None:
         model, groups = resolved_model(resolved, hardware, recompute=recompute, home_layers=home_layers)
@@ -234,14 +249,14 @@ class StepEstimator:
 
 
 def resolved_model(
-    resolved: Any, hardware: Hardware, *, recompute: float, home_layers: Sequence[Sequence[int]] | None = None
+    resolved: Any, hardware: Hardware, *, recompute: Recompute, home_layers: Sequence[Sequence[int]] | None = None
 ) -> tuple[CostModel, list[GroupChoice]]:
     """The cost model and the length groups of a resolved configuration; arguments as for ``resolved_costs``."""
     shape, home = resolved.shape, resolved.home.strategy
     groups = []
     for each in (*resolved.strategies, resolved.home):
         layers = shape.num_layers / (each.strategy.pp * each.strategy.vpp)
-        share = recompute if each.recompute is None else each.recompute.share(layers)
+        share = (each.recompute or recompute).share(layers)
         execution = Execution(strategy=each.strategy, recompute=share)
         budget = each.tokens_per_microbatch
         groups.append(GroupChoice(max_length=each.max_length, execution=execution, tokens_per_microbatch=budget))
@@ -256,12 +271,9 @@ def step_costs(model: CostModel, executions: Sequence[Execution]) -> StepCosts:
     Moves are timed on the reshard plans that a run carries out: ``model`` must have been made with this home.
     """
     home = executions[-1].strategy
-    times: dict[Strategy, MicroBatchTime] = {}
-    for execution in executions:
-        times.setdefault(execution.strategy, model.stage_time(execution).linear())
-    guests = sorted({each for each in times if not each.same_layout(home)})
+    guests = sorted({each.strategy for each in executions if not each.strategy.same_layout(home)})
     return StepCosts(
-        times=times,
+        times=tuple(model.stage_time(execution).linear() for execution in executions),
         moves=Moves(
             switches={
                 (before, guest): model.switch_seconds(home, before, guest)
