@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -441,7 +442,7 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_started(tmp_path: Path
     assert line.startswith(f"--load: {folder} cannot be read (") and line.endswith("with --ckpt-step")
 
 
-def test_an_empty_tracker_is_refused_and_names_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+def test_an_empty_tracker_stands_for_the_checkpoint_that_was_finished_last(tmp_path: Path) -> None:
     """As a rank leaves it that is killed while it writes it; Megatron ends with exit code 0, as if the job were done."""
     unbroken("sharded")
     whole, cut = tmp_path / "iter_0000003", tmp_path / "iter_0000006"
@@ -449,12 +450,44 @@ def test_an_empty_tracker_is_refused_and_names_the_newest_whole_checkpoint(tmp_p
     cut.mkdir()
     tracker = tmp_path / "latest_checkpointed_iteration.txt"
     tracker.write_text("")
-    for more in ((), ("--ckpt-step", "3"), ("--finetune",)):
-        job = Job(arguments(SHARDED, "--load", str(tmp_path), *more), GUEST, ranks=2, before=_no_process_group)
-        assert refusal(job) == (
-            f"--load: {tracker} should name an iteration, and holds ''; the newest whole checkpoint is iter_0000003: write 3 "
-            "into it"
-        )
+    resumed = run(
+        SETUPS["sharded"],
+        "--load",
+        str(tmp_path),
+        "--use-checkpoint-args",
+        "--override-opt-param-scheduler",
+        iterations=6,
+    )
+    assert resumed.output.count(f"{tracker} is empty, as a job leaves it that is killed while it writes it") == 1
+    assert "finished counts, that of iteration 3" in resumed.output
+    assert resumed.iterations == unbroken("sharded").iterations[3:]
+    assert resumed.parameters == unbroken("sharded").parameters
+    assert tracker.read_text() == ""
+
+
+def test_what_an_empty_tracker_stands_for(tmp_path: Path) -> None:
+    """The checkpoint that was finished last; nothing, where a later iteration is there that was finished before it."""
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("\n")
+    assert checkpoint.last_finished(tracker) is None
+    for age, number in ((3, 2), (2, 4), (1, 10)):
+        metadata = tmp_path / f"iter_{number:07d}" / "metadata.json"
+        metadata.parent.mkdir()
+        metadata.write_text("{}")
+        os.utime(metadata, (1e9 - age, 1e9 - age))
+        assert checkpoint.last_finished(tracker) == number
+        checkpoint._check_tracker(tracker)
+    (tmp_path / "iter_0000012").mkdir()
+    assert checkpoint.last_finished(tracker) == 10
+    # Gone back to iteration 2, and saved 4 anew.
+    os.utime(tmp_path / "iter_0000004" / "metadata.json", (1e9, 1e9))
+    assert checkpoint.last_finished(tracker) is None
+    with pytest.raises(
+        ValueError, match="holds ''; the latest whole checkpoint is that of iteration 10: write 10 into it"
+    ):
+        checkpoint._check_tracker(tracker)
+    tracker.write_text("2")
+    assert checkpoint.last_finished(tracker) is None
 
 
 def test_a_folder_that_cannot_be_saved_to_is_refused_before_anything_is_trained(tmp_path: Path) -> None:

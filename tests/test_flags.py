@@ -15,7 +15,17 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from hotspa_megatron.hooks.flags import TABLE, Newer, OnGpus, Refusal, Works, conflicts, refusals, settings
+from hotspa_megatron.hooks.flags import (
+    DOCUMENT_FLAGS,
+    TABLE,
+    Newer,
+    OnGpus,
+    Refusal,
+    Works,
+    conflicts,
+    refusals,
+    settings,
+)
 from tests.job import Mix, start
 from tests.spawn import REPOSITORY, run_ranks
 from tests.training import (
@@ -337,6 +347,29 @@ def test_everyday_flags_train_as_the_static_run_does() -> None:
     # They are in use: at one learning rate for all parameters the same steps end elsewhere.
     other = run(TP2, GUEST, *EVERYDAY[4:])
     assert EVERYDAY[2] == "--decoupled-min-lr" and difference(other.losses, static.losses) > 1e-5
+
+
+@pytest.mark.skipif(RELEASE < (0, 18), reason="0.18 brought it")
+def test_parameters_saved_apart_are_homes(tmp_path: Path) -> None:
+    """After the optimizer's step, in home's own shards."""
+    saved = []
+    for name, config in (("mixed", GUEST), ("static", STATIC)):
+        folder = tmp_path / name
+        run(TP2, config, "--save", str(folder), "--save-interval", "100", "--save-params-interval", "4")
+        saved.append([torch.load(each) for each in sorted((folder / "params" / "iter_0000004").iterdir())])
+    for ours, statics in zip(*saved, strict=True):
+        assert ours.keys() == statics.keys() == {"model_chunk0"} and len(ours["model_chunk0"]) > 10
+        for name, value in statics["model_chunk0"].items():
+            torch.testing.assert_close(ours["model_chunk0"][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(RELEASE < (0, 19), reason="0.19 brought it")
+@pytest.mark.parametrize("samples", ["documents", pytest.param("megatron", marks=pytest.mark.long)])
+def test_document_ends_of_the_data_loader_change_nothing(samples: str) -> None:
+    config = f"samples: {samples}\n{GUEST}"
+    more = DOCUMENT_FLAGS if samples == "megatron" else ()
+    plain, masked = (run(TP2, config, *more, *flags) for flags in ((), ("--dataloader-inter-document-masking",)))
+    assert masked.losses == plain.losses and masked.parameters == plain.parameters
 
 
 LOW_PRECISION = {

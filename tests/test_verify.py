@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from hotspa_megatron.cli import verify
+from hotspa_megatron.cli.described_run import without
 from hotspa_megatron.cli.main import main
-from hotspa_megatron.cli.verify import Measured, RunFailed, Tolerance, judge, measured, read_users_command, without
+from hotspa_megatron.cli.verify import Measured, RunFailed, Tolerance, judge, measured, read_users_command
 from tests.training import SP, arguments, torchrun, verified
 
 CONFIG = """
@@ -60,6 +61,14 @@ def test_from_a_checkpoint_the_steps_after_it_are_run(config: Path, tmp_path: Pa
     assert line[line.index("--exit-interval") + 1] == "1008"
     line = read_users_command([*command, "--finetune"]).run(None, steps=5)
     assert line[line.index("--exit-interval") + 1] == "5"
+    line = read_users_command([*command, "--ckpt-step", "100"]).run(None, steps=5)
+    assert line[line.index("--exit-interval") + 1] == "105"
+    # Left empty by a rank that was killed while it wrote it.
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    (tmp_path / "iter_0000900").mkdir()
+    (tmp_path / "iter_0000900" / "metadata.json").write_text("{}")
+    line = read_users_command(command).run(None, steps=5)
+    assert line[line.index("--exit-interval") + 1] == "905"
 
 
 LOCAL = ["--transformer-impl", "local"]
@@ -73,6 +82,7 @@ LOCAL = ["--transformer-impl", "local"]
         ("megatron", [*LOCAL, "--context-parallel-size", "2"], "under context parallelism it attends across documents"),
         ("megatron", [], "with --transformer-impl transformer_engine it attends across documents"),
         ("megatron", LOCAL, None),
+        ("megatron", ["--dataloader-inter-document-masking"], None),
     ],
 )
 def test_stock_megatron_is_run_where_it_trains_the_same(

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from hotspa_megatron.cli import tables
-from hotspa_megatron.cli.described_run import whole, word_of
+from hotspa_megatron.cli.described_run import whole, whole_of, without, word_of
 from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.config import HotSPaConfig, load_config
-from hotspa_megatron.hooks.flags import why_stock_crosses_documents
+from hotspa_megatron.hooks.flags import INTER_DOCUMENT_MASKING, why_stock_crosses_documents
 from hotspa_megatron.hooks.rank_log import RANK_LOG_VARIABLE
 from hotspa_megatron.strategy import Strategy
 
@@ -49,7 +49,7 @@ Nothing is saved; evaluation, TensorBoard and W&B are off; dropout is 0, as its 
 """
 _OFF: Final = {
     **dict.fromkeys(
-        ("--save", "--save-interval", "--save-retain-interval", "--non-persistent-save-interval",
+        ("--save", "--save-interval", "--save-retain-interval", "--save-params-interval", "--non-persistent-save-interval",
          "--non-persistent-ckpt-type", "--non-persistent-global-ckpt-dir", "--non-persistent-local-ckpt-dir",
          "--tensorboard-dir", "--wandb-project", "--wandb-exp-name", "--wandb-entity", "--wandb-save-dir",
          "--exit-interval", "--exit-duration-in-mins", "--eval-interval", "--log-interval",
@@ -225,24 +225,11 @@ def _why_without_stock(command: Sequence[str], config: HotSPaConfig, home: Strat
         return f"samples: {config.samples} is not what it trains on"
     why = why_stock_crosses_documents(
         mask_in_dataloader="--no-create-attention-mask-in-dataloader" not in command,
+        ends_in_dataloader=INTER_DOCUMENT_MASKING in command,
         transformer_impl=word_of(command, "--transformer-impl") or "transformer_engine",
         cp=home.cp,
     )
     return why or ""
-
-
-def without(command: Sequence[str], flags: Mapping[str, int]) -> list[str]:
-    """The command without these flags and as many values as each has, written --flag value or --flag=value."""
-    kept, skip = [], 0
-    for word in command:
-        flag, given, _ = word.partition("=")
-        if flag in flags:
-            skip = 0 if given else flags[flag]
-        elif skip:
-            skip -= 1
-        else:
-            kept.append(word)
-    return kept
 
 
 def values_of(command: Sequence[str], flag: str) -> list[str]:
@@ -256,12 +243,17 @@ def values_of(command: Sequence[str], flag: str) -> list[str]:
 
 
 def _iterations_behind(command: Sequence[str]) -> int:
+    """Where the command's checkpoint leaves off, as Megatron and a job of ours read it."""
+    from hotspa_megatron.hooks.checkpoint import last_finished
+
     load = values_of(command, "--load")
     tracker = Path(load[-1]) / "latest_checkpointed_iteration.txt" if load else None
     if tracker is None or "--finetune" in command or not tracker.is_file():
         return 0
+    if chosen := whole_of(command, "--ckpt-step"):
+        return chosen
     text = tracker.read_text().strip()
-    return int(text) if text.isdigit() else 0  # "release" begins at 0
+    return int(text) if text.isdigit() else last_finished(tracker) or 0  # "release" begins at 0
 
 
 def _configurations(users: UsersCommand, logs: Path) -> dict[str, Path | None]:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
@@ -48,14 +48,15 @@ def kind_of(args: Any, config: HotSPaConfig) -> SampleKind:
     return "conversations" if args.sft else "documents"
 
 
-def check(args: Any, config: HotSPaConfig) -> None:
+def check(args: Any, config: HotSPaConfig, *, say: Callable[[str], None]) -> None:
     """Raise ValueError, one line, where the job could not go on from the checkpoint that it is about to load.
 
-    Needs no process group. What only Megatron's own loading can tell (other formats, non-persistent checkpoints) passes.
+    Needs no process group. ``say`` hears of a save that was interrupted and costs nothing. What only Megatron's own loading can
+    tell (other formats, non-persistent checkpoints) passes.
     """
     if args.save is not None:
         _check_room(Path(args.save))
-    saved = _saved(args)
+    saved = _saved(args, say)
     if saved is not None:
         first_sample(args, saved.args, config)
         _check_layout(args, saved)
@@ -110,13 +111,20 @@ def saved_for_one_layout(args: Any) -> str | None:
     return f"checkpoints can be loaded at another dp or cp; for another tp or pp, save with {_RESHARDABLE}"
 
 
-def _saved(args: Any) -> _Saved | None:
+def _saved(args: Any, say: Callable[[str], None]) -> _Saved | None:
     if args.load is None or args.non_persistent_ckpt_type is not None:
         return None
     from megatron.core import dist_checkpointing
     from megatron.training import checkpointing
 
-    _check_tracker(Path(checkpointing.get_checkpoint_tracker_filename(args.load)))
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
+    _check_tracker(tracker)
+    number = last_finished(tracker)
+    if number is not None:
+        say(
+            f"{tracker} is empty, as a job leaves it that is killed while it writes it: the last checkpoint that was finished "
+            f"counts, that of iteration {number}"
+        )
     if args.finetune:
         return None
     folder = checkpointing.get_load_checkpoint_path_by_args(args)
@@ -153,16 +161,36 @@ def _check_tracker(tracker: Path) -> None:
         text = tracker.read_text(errors="replace").strip()
     except OSError:  # there is none, and nothing is loaded; or Megatron says why it cannot be read
         return
-    if text == "release" or re.fullmatch("[0-9]+", text):
+    if text == "release" or re.fullmatch("[0-9]+", text) or last_finished(tracker) is not None:
         return
-    whole = [path.name for path in sorted(tracker.parent.glob("iter_*")) if (path / "metadata.json").is_file()]
-    number = int(whole[-1].removeprefix("iter_")) if whole and whole[-1][5:].isdigit() else None
-    fix = (
-        "remove it to begin anew"
-        if number is None
-        else f"the newest whole checkpoint is {whole[-1]}: write {number} into it"
-    )
+    whole = _finished(tracker.parent)
+    fix = "remove it to begin anew"
+    if whole:
+        fix = f"the latest whole checkpoint is that of iteration {max(whole)}: write {max(whole)} into it"
     raise ValueError(f"--load: {tracker} should name an iteration, and holds {shown(text)}; {fix}")
+
+
+def last_finished(tracker: Path) -> int | None:
+    """The iteration that an empty tracker stands for; None where it is not empty, or where that cannot be told.
+
+    A save ends with the checkpoint's own metadata.json, and then the tracker is written: killed between opening and writing
+    it, a rank leaves it empty, and the checkpoint that was finished last is the one that it was to name. Where that is not
+    also the one of the latest iteration, the folder has a history of its own, and nothing is guessed.
+    """
+    try:
+        if tracker.read_text(errors="replace").strip():
+            return None
+        finished = _finished(tracker.parent)
+        last = max(finished, key=lambda number: (finished[number].stat().st_mtime_ns, number), default=None)
+    except OSError:
+        return None
+    return last if finished and last == max(finished) else None
+
+
+def _finished(folder: Path) -> dict[int, Path]:
+    """The metadata files of whole checkpoints, by iteration."""
+    found = {path.parent.name.removeprefix("iter_"): path for path in folder.glob("iter_*/metadata.json")}
+    return {int(number): path for number, path in found.items() if number.isdigit()}
 
 
 @contextlib.contextmanager

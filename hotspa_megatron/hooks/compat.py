@@ -53,7 +53,10 @@ HOOKED: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     "megatron.training.initialize": {
         "_initialize_distributed": ("get_embedding_ranks", "get_position_embedding_ranks"),
     },
-    "megatron.training.checkpointing": {"check_checkpoint_args": ("checkpoint_args",)},
+    "megatron.training.checkpointing": {
+        "check_checkpoint_args": ("checkpoint_args",),
+        "read_metadata": (),
+    },
     "megatron.training.training": {
         "pretrain": ("forward_step_func",),
         "setup_model_and_optimizer": ("model_type",),
@@ -137,10 +140,15 @@ def not_imported(module: str, error: Exception) -> str:
     return f"{module} cannot be imported: {type(error).__name__}: {what[0]} (raised in {last}); repair or remove that package"
 
 
+def interleaves() -> bool:
+    """Whether this Megatron's gradients with virtual stages are those of a single process."""
+    return release() >= (0, 18)
+
+
 def check_interleaving(strategies: Iterable[Strategy]) -> None:
-    """ValueError for virtual stages where this Megatron's gradients with them are not those of a single process."""
+    """ValueError for virtual stages where they give wrong gradients."""
     interleaved = [str(each) for each in strategies if each.vpp > 1]
-    if interleaved and release() < (0, 18):
+    if interleaved and not interleaves():
         raise ValueError(
             f"{interleaved[0]}: virtual pipeline stages need megatron-core 0.18 or newer, and this is {version()}, whose "
             "interleaved schedule gave wrong gradients here; write vpp 1, or remove --num-layers-per-virtual-pipeline-stage"

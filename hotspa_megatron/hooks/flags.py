@@ -110,6 +110,9 @@ def _shards_apart_from_tp(shards: str, tp: str) -> Callable[[Any], bool]:
     return asked
 
 
+INTER_DOCUMENT_MASKING: Final = "--dataloader-inter-document-masking"
+"""Has stock Megatron's data loader, from 0.19 on, give the attention the ends of documents."""
+
 _TRAINING = "test_training.py"
 _MIXED = f"{_TRAINING}::test_mixed_training_equals_the_static_one"
 _FLAGS = "test_flags.py"
@@ -275,6 +278,8 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         Works(flags="--reset-position-ids --reset-attention-mask --eod-mask-loss",
               test="test_samples.py::test_with_megatrons_samples_the_losses_are_those_of_stock_megatron",
               note="samples: megatron needs them; documents always are trained so"),
+        Works(flags=INTER_DOCUMENT_MASKING, test=f"{_FLAGS}::test_document_ends_of_the_data_loader_change_nothing",
+              note="attention ends with documents without it, too", since="0.19"),
         Works(flags="--no-mmap-bin-files --num-workers", test=_EVERYDAY),
         Refusal(flag="--dataloader-type", asked=lambda args: getattr(args, "dataloader_type", None) == "external",
                 reason="external: the samples' lengths cannot be known; use single or cyclic",
@@ -290,12 +295,14 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
                     "--no-ckpt-fully-parallel-save --ckpt-assume-constant-structure --use-checkpoint-args --log-progress",
               test="test_resume.py::test_what_is_written_beside_the_training_is_a_whole_checkpoint_or_none",
               note="without the persistent worker, Megatron drops --async-save"),
+        Works(flags="--save-params-interval", test=f"{_FLAGS}::test_parameters_saved_apart_are_homes", since="0.18"),
         _refused("--save-wgrads-interval", "saves gradients of home's segment alone", value="5"),
         _refused("--save-dgrads-interval", "sees home's modules alone", value="5"),
         _refused("--save-activations-interval", "sees home's modules alone", value="5", since="0.18"),
     )),
     ("The training loop and its logs", (
-        Works(flags="--rerun-mode", test=_EVERYDAY, note="disabled; the default validate_results is every other test's"),
+        Works(flags="--rerun-mode", test=_EVERYDAY,
+              note="disabled; the default validate_results is every other test's; report_stats ends Megatron itself"),
         Works(flags="--eval-interval --eval-iters", test=f"{_TRAINING}::test_evaluation_under_the_flag_is_stock_megatrons",
               note="in home, on Megatron's own samples"),
         Works(flags="--timing-log-level",
@@ -336,12 +343,16 @@ DOCUMENT_FLAGS: Final = ("--reset-position-ids", "--reset-attention-mask", "--eo
 """What samples: megatron asks for: they cut Megatron's own samples at document ends without us, too."""
 
 
-def why_stock_crosses_documents(*, mask_in_dataloader: bool, transformer_impl: str, cp: int) -> str | None:
+def why_stock_crosses_documents(
+    *, mask_in_dataloader: bool, ends_in_dataloader: bool, transformer_impl: str, cp: int
+) -> str | None:
     """Why stock Megatron attends across document ends in spite of --reset-attention-mask; None where it does not.
 
-    Only the data loader's mask keeps it within a document. It is not cut for context parallelism, and Transformer Engine's
-    causal attention passes over it (its documentation; not run).
+    Only the data loader's mask keeps it within a document, or what ``INTER_DOCUMENT_MASKING`` adds. The mask is not cut for
+    context parallelism, and Transformer Engine's causal attention passes over it (its documentation; not run).
     """
+    if ends_in_dataloader:
+        return None
     if not mask_in_dataloader:
         return "with --no-create-attention-mask-in-dataloader it attends across documents"
     if transformer_impl != "local":

@@ -38,6 +38,7 @@ def install() -> None:
     # Inside initialize_megatron: 0.17 knows its arguments only there.
     patches.wrap(initialize, "_initialize_distributed", startup.plan_before_and_create_groups_after)
     patches.wrap(megatrons, "setup_model_and_optimizer", startup.build_guests_after)
+    patches.wrap(checkpointing, "read_metadata", checkpoint_hooks.read_an_empty_tracker)
     patches.wrap(checkpointing, "check_checkpoint_args", checkpoint_hooks.count_samples_of_this_job)
     patches.wrap(megatrons, "load_checkpoint", checkpoint_hooks.move_schedule_with_the_count)
     patches.wrap(megatrons, "build_train_valid_test_data_iterators", serving.read_documents_on_every_rank)

@@ -82,6 +82,7 @@ def _loader(session: Session, train: Any) -> StepLoader:
     if session.resolved.config.samples == "megatron":
         why = why_stock_crosses_documents(
             mask_in_dataloader=args.create_attention_mask_in_dataloader,
+            ends_in_dataloader=getattr(args, "dataloader_inter_document_masking", False),
             transformer_impl=args.transformer_impl,
             cp=args.context_parallel_size,
         )

@@ -120,7 +120,8 @@ def plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callabl
                 agreement.compare(agreement.given(args, None))
                 args.hotspa_config = str(auto.decide(args, say=say))
             session = Session(args, _resolved(args))
-            checkpoint.check(args, session.resolved.config)
+            # No rank knows the others yet, so each would speak.
+            checkpoint.check(args, session.resolved.config, say=say if args.rank == 0 else lambda line: None)
         except ValueError as error:
             refuse(error)
         setattr(args, checkpoint.MARK, checkpoint.kind_of(args, session.resolved.config))
@@ -172,7 +173,9 @@ def _resolved(args: Any) -> ResolvedConfig:
         arguments.check_mock_lengths(args, samples=config.samples)
     if config.samples == "megatron":
         arguments.check_megatron_samples(args)
-    resolved = resolve(config, shape=arguments.shape_of(args), home=arguments.home_of(args))
+    resolved = resolve(
+        config, shape=arguments.shape_of(args), home=arguments.home_of(args), recompute=arguments.recompute_of(args)
+    )
     compat.check_interleaving(each.strategy for each in (*resolved.strategies, resolved.home))
     _check_watchdog(config, args)
     check_data_files(args)
