@@ -30,7 +30,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 # What pip-audit reads is a copy: every release that is listed, for whichever Python, and under the version that PyPI
 # knows (2.13.0 of 2.13.0+cpu). It takes no name twice, so there are as many copies as one has releases.
-python3 - "$folder" requirements/{locked,torch,megatron,release}.txt <<'PY'
+python3 - "$folder" requirements/{locked,torch,megatron,build,release}.txt <<'PY'
 import pathlib, re, sys
 releases = {}
 for path in map(pathlib.Path, sys.argv[2:]):

@@ -7,9 +7,10 @@
 #   torch.txt      torch's builds for CPU that PyTorch's own index or PIP_FIND_LINKS has; hashes of the same release that
 #                  the file had before stay, as no one machine may reach all places
 #   megatron.txt   megatron-core: the release that the tests know
+#   build.txt      what Python 3.11 builds megatron-core with, beside what locked.txt has
 #   release.txt    what CONTRIBUTING.md's release steps use
 #
-# scripts/setup.sh installs the first three, and nothing else, where HOTSPA_LOCKED is set.
+# scripts/setup.sh installs all but the last, and nothing else, where HOTSPA_LOCKED is set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -44,6 +45,8 @@ release_of() {
 } >"$folder/locked.in"
 # The oldest Python that is supported; --universal adds what newer ones take instead.
 compile 3.11 --universal "$folder/locked.in" >"$folder/locked.txt"
+printf '%s\n' pybind11 >"$folder/build.in"
+compile 3.11 --universal "$folder/build.in" >"$folder/build.txt"
 printf '%s\n' bandit build pip-audit >"$folder/release.in"
 compile 3.11 --universal "$folder/release.in" >"$folder/release.txt"
 printf 'megatron-core==%s\n' "$(release_of)" >"$folder/megatron.in"
@@ -75,7 +78,7 @@ known+=" $(sed -n 's/^# checked builds for CPU: //p' "$before")"
     cat "$before" "$folder/hashes.txt" | grep -o 'sha256:[0-9a-f]*' | sort -u | sed 's/^/ \\\n    --hash=/' | sed -z 's/\n \\/ \\/g'
 } >"$folder/torch.txt"
 
-for name in locked torch megatron release; do
+for name in locked torch megatron build release; do
     { printf '# Written by scripts/lock.sh.\n' && cat "$folder/$name.txt"; } >"requirements/$name.txt"
 done
-printf 'lock: wrote requirements/{locked,torch,megatron,release}.txt\n'
+printf 'lock: wrote requirements/{locked,torch,megatron,build,release}.txt\n'

@@ -116,7 +116,7 @@ make_plan() {
         "checkout $root")
     if [[ -n $locked ]]; then
         [[ -z ${HOTSPA_MEGATRON:-} ]] || fail "HOTSPA_LOCKED and HOTSPA_MEGATRON: only one release is locked; unset one"
-        plan+=$(printf '\nlocked %s' "$(cat "$root"/requirements/{locked,torch,megatron}.txt | cksum)")
+        plan+=$(printf '\nlocked %s' "$(cat "$root"/requirements/{locked,torch,build,megatron}.txt | cksum)")
     fi
 }
 
@@ -229,6 +229,7 @@ check_tools
 : >"$log"
 number=0
 steps=6
+[[ -z $locked || $megatron != *--no-binary* ]] || steps=7
 printf 'setup: making %s (a few minutes; log: %s)\n' "$venv" "$log"
 step "environment with Python $version" make_environment
 checked=(install --no-deps --require-hashes)
@@ -250,6 +251,11 @@ if [[ $megatron == of* ]]; then
 elif [[ -n $locked ]]; then
     read -r -a words <<<"$megatron"
     unset 'words[-1]'
+    if [[ $megatron == *--no-binary* ]]; then
+        # pip's own environment for a build would fetch what no list names.
+        step "requirements/build.txt" "${pip[@]}" "${checked[@]}" --requirement "$root/requirements/build.txt"
+        words+=(--no-build-isolation)
+    fi
     step "requirements/megatron.txt" \
         "${pip[@]}" "${checked[@]}" "${words[@]}" --requirement "$root/requirements/megatron.txt"
 else
