@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ def test_all_train_alike_and_home_only_adds_the_plans_digest_and_the_loss_sum_to
     assert said["switch_fraction"] == 0  # siblings move nothing
 
 
+def test_a_pipeline_trains_alike_too() -> None:
+    """From the same weights: those of a layer do not depend on the stage that holds it."""
+    code, said, complaints = measured("--only", "cp2,pp2,ours", "--max-tokens-per-rank", "64")
+    assert code == judged(said) and not complaints, complaints
+    assert set(said["contenders"]) == {"cp2", "pp2", "ours"} and said["bytes"]["pp2"]["send"] > 0
+    assert said["left_out"] == []
+
+
 @pytest.mark.parametrize("lost", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_lost_fold_shows_in_the_grad_norm(tmp_path: Path, lost: bool) -> None:
     config, script = tmp_path / "guest.yaml", tmp_path / "train.py"
@@ -73,13 +82,102 @@ def case(**changes: Any) -> bench_step.Case:
     return dataclasses.replace(usual, **changes)
 
 
-def test_contenders_meet_the_limit_of_tokens_per_rank() -> None:
-    names = [each.name for each in bench_step.contenders(case())]
+def static(entered: bench_step.LineUp) -> list[str]:
+    return [each.name for each in entered.contenders if each.static]
+
+
+def test_contenders_are_the_static_strategies_that_meet_the_limit() -> None:
+    entered = bench_step.line_up(case())
+    names = [each.name for each in entered.contenders]
     assert names == ["cp4", "tp4", "tp4-sp", "tp2-cp2", "unpacked", "ours", "ceiling", "home_only", "stock"]
-    assert "dp4" in [each.name for each in bench_step.contenders(case(max_tokens_per_rank=2048))]
-    ours = next(each.config for each in bench_step.contenders(case()) if each.name == "ours")
+    assert static(bench_step.line_up(case(max_tokens_per_rank=1658))) == [
+        "cp4", "tp4", "tp4-sp", "tp2-cp2", "tp2-cp2-sp", "cp2-dp2", "tp2-dp2", "tp2-dp2-sp", "cp2-pp2", "tp2-pp2", "tp2-pp2-sp",
+    ]  # fmt: skip
+    assert {"dp4", "pp4", "pp2-dp2"} < set(static(bench_step.line_up(case(max_tokens_per_rank=2048))))
+    ours = next(each.config for each in entered.contenders if each.name == "ours")
     assert ours is not None and "{max_length: 512, tp: 1, cp: 1, tokens_per_microbatch: 512}" in ours
     assert "{max_length: 1024, tp: 1, cp: 2, tokens_per_microbatch: 1024}" in ours and "cp: 4" not in ours
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])
+@pytest.mark.parametrize("limit", [256, 512, 1024, 2048])
+@pytest.mark.parametrize("layers", [3, 4])
+def test_every_static_strategy_takes_part_or_has_a_reason_not_to(ranks: int, limit: int, layers: int) -> None:
+    entered = bench_step.line_up(
+        case(ranks=ranks, max_tokens_per_rank=limit, layers=layers, home=Strategy.from_world(ranks, tp=1, cp=1, pp=1))
+    )
+    everything = set()
+    for tp, cp, pp, dp in itertools.product(range(1, ranks + 1), repeat=4):
+        if tp * cp * pp * dp == ranks:
+            sizes = zip(("tp", "cp", "pp", "dp"), (tp, cp, pp, dp), strict=True)
+            name = "-".join(f"{axis}{size}" for axis, size in sizes if size > 1) or "dp1"
+            everything |= {(name, tp, cp, pp)} | ({(f"{name}-sp", tp, cp, pp)} if tp > 1 else set())
+    chosen, reasons = static(entered), {each.name: each.reason for each in entered.left_out}
+    assert sorted([*chosen, *reasons]) == sorted(name for name, *_ in everything)
+    assert all(reasons.values())
+    # 8 heads of 256 in 4 groups: they divide over 1, 2, 4 and 8; the sequence's 2,048 over twice 1, 2, 4 and 8.
+    fits = {
+        name: (cp, name.endswith("-sp"))
+        for name, tp, cp, pp in everything
+        if tp * cp * limit >= 2048 and layers % pp == 0 and 8 % tp == 0 and 8 % cp == 0
+    }
+    beside_cp = {name for name, (cp, parallel) in fits.items() if parallel and cp > 1}
+    few = len(fits) - len(beside_cp) <= 5
+    assert set(chosen) == set(fits) - (beside_cp if few else set())
+    for each in entered.contenders:
+        if each.static:
+            assert each.config is not None
+            assert f"tokens_per_microbatch: {limit * each.home.tp * each.home.cp}" in each.config
+
+
+@pytest.mark.parametrize("text", ["tp2-cp2-sp", "tp2-cp2-pp1-dp1-sp"])
+def test_one_that_is_named_takes_part(text: str) -> None:
+    entered = bench_step.line_up(case(named=(text,)))
+    assert static(entered) == ["cp4", "tp4", "tp4-sp", "tp2-cp2", "tp2-cp2-sp"]
+    assert [each.name for each in entered.contenders if each.kept] == ["tp2-cp2-sp"]
+
+
+def test_the_static_strategy_that_a_planned_file_names_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    path = tmp_path / "hotspa.yaml"
+    model = "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --vocab-size 1000 --seq-length 2048"
+    batch = ["--max-position-embeddings", "2048", "--global-batch-size", "32"]
+    cluster = ["--hardware", "cpu-gloo", "--world-size", "4", "--lengths", "wikipedia", "--json"]
+    assert main(["plan", *cluster, "-o", str(path), "--", *model.split(), *batch]) == 0
+    said = Strategy.parse(json.loads(capsys.readouterr().out)["static"].split()[0])
+    entered = bench_step.line_up(case(config=path, max_tokens_per_rank=2048))
+    (kept,) = (each for each in entered.contenders if each.kept)
+    assert kept.home == said and entered.planned == kept.name
+
+    def planned(strategy: str) -> bench_step.LineUp:
+        path.write_text(f"# strategy with the same packing ({strategy} recompute 0.5, 1.2 s).\nstrategies: []\n")
+        return bench_step.line_up(case(config=path))
+
+    assert planned("tp2-cp2-pp1-dp1").planned == "tp2-cp2"
+    assert planned("tp1-cp1-pp1-dp4").planned is None
+    for elsewhere in ("tp1-cp4-pp1-dp2", "tp1-cp2-pp2-dp1-vpp2"):
+        entered = planned(elsewhere)
+        assert entered.planned is None and elsewhere in {each.name for each in entered.left_out}
+
+
+def test_a_first_step_drops_the_slow_ones_of_many_with_a_reason() -> None:
+    many = bench_step.line_up(case(max_tokens_per_rank=1658, named=("tp2-pp2",))).contenders
+    first = {each.name: 10.0 for each in many} | {"cp2-dp2": 9.0, "ceiling": 5.0, "stock": 99.0}
+    assert bench_step.slow_ones(many, first) == []
+    # Above 1.3 times 9 s; tp2-pp2 is named, and stock is no static strategy.
+    first |= {"cp4": 11.8, "tp4": 20.0, "tp2-dp2-sp": 14.0, "tp2-pp2": 40.0, "cp2-pp2": 11.6}
+    out = bench_step.slow_ones(many, first)
+    assert [each.name for each in out] == ["cp4", "tp4", "tp2-dp2-sp"]
+    assert out[0].first_step_s == 11.8 and "11.80 s, more than 1.3 times cp2-dp2's 9.00 s" in out[0].reason
+    # The fastest with tp and without cp stays, since ours is compared with it.
+    first |= {each.name: 50.0 for each in many if each.home.tp > 1} | {"tp4": 49.0}
+    assert [each.name for each in bench_step.slow_ones(many, first)] == [
+        "cp4", "tp4-sp", "tp2-cp2", "tp2-cp2-sp", "tp2-dp2", "tp2-dp2-sp", "tp2-pp2-sp",
+    ]  # fmt: skip
+    # Of few, none is dropped.
+    assert bench_step.slow_ones([each for each in many if each.name in ("cp4", "tp4-sp", "cp2-dp2")], first) == []
 
 
 def taken(*wall_s: float, loss: float = 5.0) -> bench_step.Taken:
@@ -89,17 +187,26 @@ def taken(*wall_s: float, loss: float = 5.0) -> bench_step.Taken:
 
 
 def test_ratios_are_of_medians_and_noise_is_not_judged() -> None:
-    chosen = [each for each in bench_step.contenders(case()) if each.name in ("cp4", "tp4", "ours", "ceiling")]
+    everyone = bench_step.line_up(case())
+    names = ("cp4", "tp4", "tp4-sp", "ours", "ceiling")
+    entered = dataclasses.replace(
+        everyone,
+        contenders=tuple(each for each in everyone.contenders if each.name in names),
+        left_out=(bench_step.LeftOut(name="tp4-sp", reason="slow", first_step_s=9.0),),
+    )
     of = {"cp4": taken(1.2, 1.3, 1.4), "tp4": taken(2.0, 2.0, 2.0), "ours": taken(1.0, 1.0, 1.1), "ceiling": taken(0.8)}
-    said = bench_step.summary(case(), chosen, of)
+    of["tp4-sp"] = taken()  # dropped after its first step
+    said = bench_step.summary(case(), entered, of)
     assert (said["static"], said["tp_static"]) == ("cp4", "tp4")
     assert (said["ratio_static"], said["ratio_tp_static"]) == (1.3, 2.0)
     assert said["ceiling_share"] == pytest.approx(0.6)
     assert said["too_noisy"] == [] and said["different"] == []
+    assert said["left_out"] == [{"name": "tp4-sp", "reason": "slow", "first_step_s": 9.0}]
+    assert "tp4-sp" not in said["contenders"]
     of["cp4"] = taken(1.0, 1.3, 1.4)
-    assert bench_step.summary(case(), chosen, of)["too_noisy"] == ["cp4"]
-    of["ours"] = taken(1.0, loss=float("nan"))
-    assert "losses of ours differ" in bench_step.summary(case(), chosen, of)["different"][0]
+    assert bench_step.summary(case(), entered, of)["too_noisy"] == ["cp4"]
+    of["tp4-sp"] = taken(loss=float("nan"))  # its one step counts here
+    assert "losses of tp4-sp differ" in bench_step.summary(case(), entered, of)["different"][0]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +216,12 @@ def test_ratios_are_of_medians_and_noise_is_not_judged() -> None:
         (["--ranks", "0"], "--ranks: '0' is not a whole number of at least 1"),
         ([], "--ranks: missing"),
         (["--ranks", "4", "--config", "x.yaml"], "--home: missing"),
-        (["--ranks", "4", "--only", "cp4,cp8"], "--only: 'cp8' is none of cp4,"),
+        (["--ranks", "4", "--only", "cp4,cp8"], "--only: 'cp8' is none of static, cp4,"),
+        (["--ranks", "4", "--contender", "cp8"], "--contender: 'cp8' is no strategy over 4 ranks; give one of cp4,"),
+        (
+            ["--ranks", "4", "--contender", "tp2-cp1-pp1-dp2"],
+            "--contender: tp2-cp1-pp1-dp2: 1,024 tokens per micro-batch are fewer than the longest sequence's 2,048",
+        ),
         (["--ranks", "4", "--script", "none.py"], "--script: none.py: no such file"),
         (["--ranks", "4", "--", "--bf16"], "bench step takes no arguments of Megatron's"),
     ],

@@ -1,4 +1,8 @@
-"""``hotspa bench step``: whole training steps, ours beside the static strategies, all under one limit of tokens per rank.
+"""``hotspa bench step``: whole training steps, ours beside all static strategies that hold the longest sequence under one
+limit of tokens per rank.
+
+The limit counts tokens of a micro-batch over tp * cp. A pipeline divides no further: of its pp micro-batches in flight a
+rank has the pp-th part of the layers. Where many strategies fit, a first step drops the slow ones.
 
 Every contender is a training of its own, Megatron's loop and optimizer included. They take turns within one run, and all
 train the same documents from the same weights, so losses and gradient norms must be equal step by step.
@@ -16,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,7 +30,9 @@ import numpy as np
 from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.described_run import whole
 from hotspa_megatron.cli.local_ranks import Jobs, Ranks, RanksFailed, World
+from hotspa_megatron.planning.legality import tp_problem
 from hotspa_megatron.planning.lengths import LengthHistogram
+from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 
 _EPILOG: Final = """\
@@ -35,6 +41,8 @@ examples:
       the case whose goals are known: 4 layers of 256, lengths of Wikipedia cut at 2,048, 512 tokens per rank
   hotspa bench step --ranks 4 --config hotspa.yaml --home tp2-cp2 --lengths data/my_text_document
       your own configuration on your own lengths
+  hotspa bench step --ranks 4 --max-tokens-per-rank 1658 --only static,ours
+      every static strategy that fits, pipelines too, and ours
 
 Exit code: 0; 1 where losses or gradient norms differ or a rank fails; 3 where times vary too much to be judged.
 """
@@ -49,13 +57,20 @@ _NORM_TOLERANCE: Final = 1e-4
 _MOST_DISTURBED: Final = 0.1
 """Share of the machine that others may take during a step; above, the step is taken again, up to ``_AGAIN`` times."""
 _AGAIN: Final = 1
+_MOST_STATIC: Final = 5
+"""Static strategies that the measured rounds have time for; of more, a first step drops those slower than ``_SLOW``."""
+_SLOW: Final = 1.3
+"""Of the fastest static strategy's first step."""
+_STATIC_OF_PLAN: Final = re.compile(r"^# strategy with the same packing \((tp[-a-z0-9]+)", re.MULTILINE)
+"""Where a file that ``hotspa plan`` wrote names the best static strategy; what that recomputes is left aside."""
 _FULL_TURNS: Final = 2
 """Steps that each of the two runs on full-length sequences takes per round: their difference is a hundredth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured. Lengths and limits in tokens; ``config``: the file of ours, None for one made from the limit."""
+    """What is measured. Lengths and limits in tokens; ``config``: the file of ours, None for one made from the limit;
+    ``named``: static strategies that are measured however slow."""
 
     ranks: int
     layers: int
@@ -74,19 +89,52 @@ class Case:
     config: Path | None
     script: Path
     seed: int
+    named: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            num_layers=self.layers, hidden_size=self.hidden, ffn_hidden_size=self.ffn, num_attention_heads=self.heads,
+            num_query_groups=self.query_groups, kv_channels=self.hidden // self.heads, padded_vocab_size=self.vocabulary,
+            seq_length=self.seq_length, gated_linear_unit=True, tied_embeddings=False, rms_norm=True, qk_layernorm=False,
+            linear_bias=False, qkv_bias=False, learned_positions=None, sequence_parallel=False, layers_in_first_stage=None,
+            layers_in_last_stage=None, parameter_bytes=4, gradient_bytes=4, distributed_optimizer=True, local_layers=True,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One training. ``config``: the text of its --hotspa-config file, None for stock Megatron. ``full``: it trains
-    full-length sequences, and is compared with those that do. ``beyond_limit``: the limit does not hold for it."""
+    """One training. ``config``: the text of its --hotspa-config file, None for stock Megatron. ``static``: ours is
+    compared with it. ``kept``: however slow its first step. ``full``: it trains full-length sequences, and is compared with
+    those that do. ``beyond_limit``: the limit does not hold for it."""
 
     name: str
     home: Strategy
     config: str | None
     sequence_parallel: bool = False
+    static: bool = False
+    kept: bool = False
     full: bool = False
     beyond_limit: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A static strategy that is not measured; ``first_step_s``: of one that was dropped for being slow."""
+
+    name: str
+    reason: str
+    first_step_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineUp:
+    """Who takes part, in the order of their turns, and which static strategies do not. ``planned``: the name of the one
+    that the file of ours calls the best static, None where it says none or that one is left out."""
+
+    contenders: tuple[Contender, ...]
+    left_out: tuple[LeftOut, ...]
+    planned: str | None
 
 
 @dataclass
@@ -102,6 +150,9 @@ class Taken:
     """Share of this machine's cores that other processes took."""
     again: int = 0
     """Steps that were left out, since others took more than they may."""
+    first_s: float = 0.0
+    """Seconds of the first step, which counts towards nothing else."""
+    first_disturbed: bool = False
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @property
@@ -117,7 +168,7 @@ def add_part(parts: Any) -> None:
         description="Train the same steps under static strategies and by length groups, in turns, and compare.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="hotspa bench step --ranks N [--config FILE] [--home S] [--lengths L] [--json]",
+        usage="hotspa bench step --ranks N [--config FILE] [--home S] [--lengths L] [--contender S] [--json]",
     )
     number = {"metavar": "N"}
     parser.add_argument("--ranks", **number, help="ranks to start here; under torchrun, those that it started")
@@ -141,7 +192,14 @@ def add_part(parts: Any) -> None:
     parser.add_argument("--hidden", default="256", **number, help="hidden size (256)")
     parser.add_argument("--rounds", default="7", **number, help="steps of every contender that count (7)")
     parser.add_argument("--time-limit", default="840", metavar="S", help="start no round that would end later (840)")
-    parser.add_argument("--only", metavar="A,B", help="contenders to run, for a closer look; no ratio is judged then")
+    parser.add_argument(
+        "--contender",
+        action="append",
+        default=[],
+        metavar="S",
+        help="a static strategy to measure however slow, as tp2-cp2-sp",
+    )
+    parser.add_argument("--only", metavar="A,B", help="contenders to run; static stands for all static strategies")
     parser.add_argument(
         "--script", default=str(_SCRIPT), metavar="FILE", help="training script (examples/pretrain_small.py)"
     )
@@ -156,12 +214,9 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         raise ValueError("bench step takes no arguments of Megatron's; remove what follows --")
     world = World.of(whole("--ranks", arguments.ranks) if arguments.ranks else None)
     case = _case(arguments, world.size)
-    chosen = contenders(case)
+    entered = line_up(case)
     if arguments.only:
-        names = arguments.only.split(",")
-        if unknown := sorted(set(names) - {each.name for each in chosen}):
-            raise ValueError(f"--only: {unknown[0]!r} is none of {', '.join(each.name for each in chosen)}")
-        chosen = [each for each in chosen if each.name in names]
+        entered = _only(entered, arguments.only.split(","))
     rounds, limit = whole("--rounds", arguments.rounds), whole("--time-limit", arguments.time_limit)
 
     def say(text: str) -> None:
@@ -169,17 +224,18 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
             print(text, file=sys.stderr, flush=True)
 
     try:
-        taken = _measure(case, chosen, world, rounds=rounds, limit_s=limit, say=say)
+        taken, dropped = _measure(case, entered.contenders, world, rounds=rounds, limit_s=limit, say=say)
     except RanksFailed as error:
         print(f"hotspa: {error}", file=sys.stderr)
         raise SystemExit(1) from None
     if not world.first:
         return
-    result = summary(case, chosen, taken)
+    entered = replace(entered, left_out=(*entered.left_out, *dropped))
+    result = summary(case, entered, taken)
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:
-        _print(case, chosen, taken, result)
+        _print(case, entered, taken, result)
     if result["different"]:
         for line in result["different"]:
             print(f"hotspa: {line}", file=sys.stderr)
@@ -222,6 +278,7 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
         config=config,
         script=script.resolve(),
         seed=options.seed,
+        named=tuple(options.contender),
     )
 
 
@@ -231,31 +288,121 @@ def _strategy(text: str, ranks: int) -> Strategy:
     return read_strategy(text, flag="--home", ranks=ranks)
 
 
-def contenders(case: Case) -> list[Contender]:
-    """All that take part, ours with the static strategies that meet the limit, in the order of their turns."""
-    ranks, limit = case.ranks, case.max_tokens_per_rank
-    made: list[Contender] = []
-    for sizes in ({"cp": ranks}, {"tp": ranks}, {"tp": 2, "cp": ranks // 2}, {}):
-        size = sizes.get("tp", 1) * sizes.get("cp", 1)
-        if ranks % max(size, 1) or size * limit < case.seq_length or size == 0:
-            continue
-        home = Strategy.from_world(ranks, tp=sizes.get("tp", 1), cp=sizes.get("cp", 1), pp=1)
-        config = _yaml(limit * size)
-        name = "-".join(f"{axis}{n}" for axis, n in sizes.items() if n > 1) or f"dp{ranks}"
-        if all(name != each.name for each in made):
-            made.append(Contender(name=name, home=home, config=config))
-            if home.tp == ranks > 1:
-                made.append(Contender(name=f"{name}-sp", home=home, config=config, sequence_parallel=True))
-    home, at_home = case.home, limit * case.home.tp * case.home.cp
-    alone = Strategy.from_world(ranks, tp=1, cp=1, pp=1)
-    return [
-        *made,
-        Contender(name="unpacked", home=home, config=_yaml(at_home)),
-        Contender(name="ours", home=home, config=_ours(case)),
+def line_up(case: Case) -> LineUp:
+    """All that take part: static strategies, ours, and what both are compared with."""
+    ours = _ours(case)
+    static, left_out, planned = _static(case, ours)
+    home, limit = case.home, case.max_tokens_per_rank
+    alone = Strategy.from_world(case.ranks, tp=1, cp=1, pp=1)
+    others = (
+        Contender(name="unpacked", home=home, config=_yaml(limit * home.tp * home.cp)),
+        Contender(name="ours", home=home, config=ours),
         Contender(name="ceiling", home=alone, config=_yaml(max(limit, case.seq_length)), beyond_limit=True),
         Contender(name="home_only", home=home, config="samples: megatron\n" + _yaml(case.seq_length), full=True),
         Contender(name="stock", home=home, config=None, full=True),
+    )
+    return LineUp(contenders=(*static, *others), left_out=tuple(left_out), planned=planned)
+
+
+def _static(case: Case, ours: str) -> tuple[list[Contender], list[LeftOut], str | None]:
+    """Every static strategy over the ranks, either as a contender or with the reason why not; ``LineUp.planned``."""
+    everyone = _every_static(case)
+    problems = {name: problem for name, each in everyone.items() if (problem := _problem(case, each)) is not None}
+    # A name is also taken as Strategy prints it.
+    names = {f"{each.home}{'-sp' if each.sequence_parallel else ''}": name for name, each in everyone.items()}
+    wanted = set()
+    for text in case.named:
+        name = text if text in everyone else names.get(text)
+        if name is None:
+            raise ValueError(
+                f"--contender: {text!r} is no strategy over {case.ranks} ranks; give one of {', '.join(everyone)}"
+            )
+        if name in problems:
+            raise ValueError(f"--contender: {text}: {problems[name]}")
+        wanted.add(name)
+    said = _STATIC_OF_PLAN.search(ours)
+    planned = None if said is None else names.get(said[1])
+    if said is not None and planned is None:
+        problems[said[1]] = f"the file's best static strategy has virtual stages or other than {case.ranks} ranks"
+    if planned in problems:
+        planned = None
+    kept = wanted | ({planned} if planned else set())
+    beside_cp = [n for n, c in everyone.items() if c.sequence_parallel and c.home.cp > 1 and n not in problems]
+    if len(everyone) - sum(name in problems for name in everyone) - len(beside_cp) <= _MOST_STATIC:
+        for name in beside_cp:
+            if name not in kept:
+                problems[name] = (
+                    f"sequence parallelism beside cp takes part where more than {_MOST_STATIC} others do and a first step "
+                    f"drops the slow ones, or with --contender {name}"
+                )
+    chosen = [replace(each, kept=name in kept) for name, each in everyone.items() if name not in problems]
+    return chosen, [LeftOut(name=name, reason=reason) for name, reason in problems.items()], planned
+
+
+def _every_static(case: Case) -> dict[str, Contender]:
+    """Every (tp, cp, pp, dp) over the ranks, with and without sequence parallelism where tp > 1, by name."""
+    sizes = [size for size in range(1, case.ranks + 1) if case.ranks % size == 0]
+    homes = [
+        Strategy.from_world(case.ranks, tp=tp, cp=cp, pp=pp)
+        for pp in sizes
+        for cp in sizes
+        for tp in sizes
+        if case.ranks % (tp * cp * pp) == 0
     ]
+    made = {}
+    for home in sorted(homes, key=lambda each: (each.pp, each.dp, (each.tp > 1) + (each.cp > 1), each.tp)):
+        axes = (("tp", home.tp), ("cp", home.cp), ("pp", home.pp), ("dp", home.dp))
+        name = "-".join(f"{axis}{size}" for axis, size in axes if size > 1) or "dp1"
+        config = _yaml(case.max_tokens_per_rank * home.tp * home.cp)
+        made[name] = Contender(name=name, home=home, config=config, static=True)
+        if home.tp > 1:
+            made[f"{name}-sp"] = replace(made[name], name=f"{name}-sp", sequence_parallel=True)
+    return made
+
+
+def _problem(case: Case, static: Contender) -> str | None:
+    """Why a static strategy cannot run the case; None where it can."""
+    home = static.home
+    room = case.max_tokens_per_rank * home.tp * home.cp
+    if room < case.seq_length:
+        return f"{room:,} tokens per micro-batch are fewer than the longest sequence's {case.seq_length:,}"
+    if case.layers % home.pp:
+        return f"{case.layers} layers do not divide over pp {home.pp}"
+    if home.cp > 1 and case.seq_length % (2 * home.cp):
+        return f"--seq-length {case.seq_length} is no multiple of 2 * cp {home.cp}"
+    return tp_problem(replace(case.shape, sequence_parallel=static.sequence_parallel), home.tp)
+
+
+def _only(entered: LineUp, names: Sequence[str]) -> LineUp:
+    known = [each.name for each in entered.contenders]
+    if unknown := sorted(set(names) - {"static", *known}):
+        raise ValueError(f"--only: {unknown[0]!r} is none of static, {', '.join(known)}")
+    chosen = (each for each in entered.contenders if each.name in names or (each.static and "static" in names))
+    return replace(entered, contenders=tuple(chosen))
+
+
+def slow_ones(chosen: Sequence[Contender], first_s: Mapping[str, float]) -> list[LeftOut]:
+    """Static contenders that a first step (seconds by name) is enough to know of, where there are many."""
+    static = [each for each in chosen if each.static]
+    if len(static) <= _MOST_STATIC:
+        return []
+    best = min(static, key=lambda each: first_s[each.name])
+    # ratio_tp_static compares ours with the fastest of these.
+    tensor = min((e for e in static if _tensor_only(e)), key=lambda each: first_s[each.name], default=None)
+    return [
+        LeftOut(
+            name=each.name,
+            reason=f"its first step took {first_s[each.name]:.2f} s, more than {_SLOW:g} times {best.name}'s "
+            f"{first_s[best.name]:.2f} s",
+            first_step_s=first_s[each.name],
+        )
+        for each in static
+        if first_s[each.name] > _SLOW * first_s[best.name] and not each.kept and each is not tensor
+    ]
+
+
+def _tensor_only(static: Contender) -> bool:
+    return static.home.cp == 1 and static.home.tp > 1
 
 
 def _yaml(budget: int, strategies: str = "strategies: []") -> str:
@@ -332,7 +479,8 @@ def _folder(world: World) -> Iterator[Path]:
 
 def _measure(
     case: Case, chosen: Sequence[Contender], world: World, *, rounds: int, limit_s: int, say: Callable[[str], None]
-) -> dict[str, Taken]:
+) -> tuple[dict[str, Taken], list[LeftOut]]:
+    """What every contender took, and which were dropped after the first step."""
     from hotspa_megatron.hooks import contender as rank
 
     began = time.monotonic()
@@ -366,21 +514,42 @@ def _measure(
             started[each.name].receive(limit_s=_START_LIMIT_S)
         say(f"  ready after {time.monotonic() - began:.0f} s; a first step of each does not count")
         taken = {each.name: Taken() for each in chosen}
-        longest = 0.0
+        running, dropped, longest = list(chosen), list[LeftOut](), 0.0
         for number in range(rounds + 1):
             if jobs.agree(number > 1 and time.monotonic() - began + 1.1 * longest > limit_s):
                 say(f"  stopped after {number - 1} rounds: another would end after {limit_s} s")
                 break
             at = time.monotonic()
             # There and back, so that a drift of the machine's speed meets all alike.
-            for each in chosen if number % 2 else reversed(chosen):
+            for each in running if number % 2 else reversed(running):
                 for _ in range(_FULL_TURNS if each.full else 1):
                     _turn(started[each.name], taken[each.name], jobs, counts=number > 0)
             longest = max(longest, time.monotonic() - at) if number else 0.0
             say(f"  round {number} of {rounds}: {time.monotonic() - at:.1f} s")
-        for each in chosen:
+            if number == 0:
+                dropped = _drop_slow(running, started, taken, jobs, say)
+        for each in running:
             started[each.name].send("stop")
-        return taken
+        return taken, dropped
+
+
+def _drop_slow(
+    running: list[Contender],
+    started: Mapping[str, Ranks],
+    taken: Mapping[str, Taken],
+    jobs: Jobs,
+    say: Callable[[str], None],
+) -> list[LeftOut]:
+    """End, and take out of ``running``, those whose first step was slow; one that others disturbed has another first."""
+    for out in slow_ones(running, {name: each.first_s for name, each in taken.items()}):
+        if taken[out.name].first_disturbed:
+            _turn(started[out.name], taken[out.name], jobs, counts=False)
+    dropped = slow_ones(running, {name: each.first_s for name, each in taken.items()})
+    for out in dropped:
+        say(f"  {out.name} is dropped: {out.reason}")
+        started[out.name].send("stop")
+    running[:] = [each for each in running if each.name not in {out.name for out in dropped}]
+    return dropped
 
 
 def drawn_lengths(case: Case) -> np.ndarray:
@@ -413,7 +582,10 @@ def _turn(job: Ranks, taken: Taken, jobs: Jobs, *, counts: bool) -> None:
         if not counts or others <= _MOST_DISTURBED or attempt == _AGAIN:
             break
         taken.again += 1
-    if counts:
+    if not counts:
+        taken.first_s = min(wall, taken.first_s or wall)
+        taken.first_disturbed = others > _MOST_DISTURBED
+    else:
         taken.wall_s.append(wall)
         taken.cpu_s.append(sum(step.cpu_s for step in steps))
         taken.moving_s.append(max(step.moving_s for step in steps))
@@ -441,13 +613,14 @@ def _busy_seconds() -> float:
 # -------------------------------------------------------------------------------------------------------------- results
 
 
-def summary(case: Case, chosen: Sequence[Contender], taken: dict[str, Taken]) -> dict[str, Any]:
+def summary(case: Case, entered: LineUp, taken: dict[str, Taken]) -> dict[str, Any]:
     """Everything ``--json`` prints. Ratios are None where a side is missing; ``too_noisy`` names whose times vary too much."""
+    chosen = entered.contenders
     wall = {name: statistics.median(each.wall_s) for name, each in taken.items() if each.wall_s}
     cpu = {name: statistics.median(each.cpu_s) for name, each in taken.items() if each.cpu_s}
-    fixed = [each for each in chosen if each.name not in ("unpacked", "ours", "ceiling") and not each.full]
+    fixed = [each for each in chosen if each.static and each.name in wall]
     static = min((each.name for each in fixed), key=lambda name: wall[name], default=None)
-    tensor = min((e.name for e in fixed if e.home.cp == 1 and e.home.tp > 1), key=lambda name: wall[name], default=None)
+    tensor = min((each.name for each in fixed if _tensor_only(each)), key=lambda name: wall[name], default=None)
     ours = wall.get("ours")
 
     def over_ours(name: str | None) -> float | None:
@@ -474,6 +647,7 @@ def summary(case: Case, chosen: Sequence[Contender], taken: dict[str, Taken]) ->
             name: {
                 "wall_s": wall[name],
                 "cpu_s": cpu[name],
+                "first_step_s": each.first_s,
                 "steps_s": each.wall_s,
                 "spread": each.spread,
                 "others": each.others,
@@ -484,6 +658,8 @@ def summary(case: Case, chosen: Sequence[Contender], taken: dict[str, Taken]) ->
             for name, each in taken.items()
             if name in wall
         },
+        "left_out": [asdict(each) for each in entered.left_out],
+        "planned_static": entered.planned,
         "static": static,
         "tp_static": tensor,
         "ours_s": ours,
@@ -539,8 +715,9 @@ def _different(chosen: Sequence[Contender], taken: dict[str, Taken]) -> list[str
     return lines
 
 
-def _print(case: Case, chosen: Sequence[Contender], taken: dict[str, Taken], result: dict[str, Any]) -> None:
+def _print(case: Case, entered: LineUp, taken: dict[str, Taken], result: dict[str, Any]) -> None:
     console = tables.console()
+    chosen = [each for each in entered.contenders if taken[each.name].wall_s]
     shown = tables.table(
         "training", "strategy", "wall s", "CPU s", "spread", "again", "loss", "grad norm", left=("training", "strategy")
     )
@@ -556,6 +733,13 @@ def _print(case: Case, chosen: Sequence[Contender], taken: dict[str, Taken], res
         f"sequences of {case.lengths} cut at {case.seq_length:,}, at most {case.max_tokens_per_rank:,} tokens per rank; medians",
         shown,
     )
+    if entered.left_out:
+        shown = tables.table("strategy", "why it was not measured", left=("strategy", "why it was not measured"))
+        for out in entered.left_out:
+            tables.row(shown, out.name, out.reason)
+        tables.print_table(console, "Static strategies left out", shown)
+    if entered.planned is not None:
+        tables.say(console, f"The file calls {entered.planned} the best static strategy.")
     shown = tables.table("training", "operation", "per step", "MB", left=("training", "operation"))
     for each in chosen:
         for key, entry in taken[each.name].traffic.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import runpy
 import sys
 import time
@@ -134,9 +135,11 @@ def train(
         startup.replace_local_modules()
     if unpacked:
         patches.wrap(step_plan, "pack", _one_by_one)
+    from megatron.core.transformer import transformer_layer
     from megatron.training import training
 
     patches.wrap(training, "setup_model_and_optimizer", _from_one_seed)
+    patches.wrap(transformer_layer.TransformerLayer, "__init__", _from_its_number)
     traffic, records = _counting(patches), _recording(patches)
     patches.wrap(training, "train_step", functools.partial(_gated, channel=channel, traffic=traffic, records=records))
     before = sys.argv
@@ -159,6 +162,20 @@ def _from_one_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*positional, **options)
 
     return setup_model_and_optimizer
+
+
+def _from_its_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's weights then follow from its place in the model, not from the layers that its pipeline stage has before."""
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    @functools.wraps(original)
+    def __init__(layer: Any, *positional: Any, **options: Any) -> None:
+        given = inspect.signature(original).bind(layer, *positional, **options).arguments
+        offset = get_transformer_layer_offset(given["config"], given.get("vp_stage"))
+        torch.manual_seed(_WEIGHTS_SEED + offset + given.get("layer_number", 1))
+        original(layer, *positional, **options)
+
+    return __init__
 
 
 def _gated(
