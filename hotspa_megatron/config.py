@@ -17,6 +17,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 from hotspa_megatron.planning.alignment import Alignment, alignment_of
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, group_memory
 from hotspa_megatron.planning.execution import Granularity, Recompute
+from hotspa_megatron.planning.home_flags import change_of_home
 from hotspa_megatron.planning.legality import legal_products, legal_tps, tp_problem, vocabulary_problem
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.run_folder import folder_problem
@@ -53,11 +54,8 @@ _STRATEGY_KEYS: Final = (
     "max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute", "recompute_layers"
 )  # fmt: skip
 _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute_layers")
-_HOME_AXES: Final = ("tp", "cp", "pp")
-_HOME_FLAGS: Final = {
-    "tp": "--tensor-model-parallel-size", "cp": "--context-parallel-size", "pp": "--pipeline-model-parallel-size"
-}  # fmt: skip
-_HOME_KEYS: Final = (*_HOME_AXES, "tokens_per_microbatch")
+_HOME_AXES: Final = ("tp", "cp", "pp", "vpp")
+_HOME_KEYS: Final = (*_HOME_AXES, "recompute", "recompute_layers", "tokens_per_microbatch")
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
 _NOT_YET: Final = "is not available in this version; remove it"
 _TOP_REFUSED: Final[dict[str, str]] = {}
@@ -75,6 +73,7 @@ _OTHER_NAMES: Final = {
     "max_seqlen": "max_length",
     "max_tokens": "tokens_per_microbatch",
 }
+_NOT_RECOMPUTED: Final = Recompute(granularity="none")
 _LARGEST_COUNT: Final = 2**63 - 1
 _GET_BATCH: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 
@@ -139,6 +138,8 @@ class HotSPaConfig:
     home_tokens_per_microbatch: int | None = None
     home_sizes: tuple[tuple[str, int], ...] = ()
     """Axes and sizes of the home that the file was made for; the command line's have to be the same."""
+    home_recompute: Recompute | None = None
+    """What that home recomputes; None: not looked at."""
     samples: Samples = "documents"
     overlong: Overlong = "split"
     mock_lengths: str | None = None
@@ -204,6 +205,7 @@ class HotSPaConfig:
             ],
             "home_tokens_per_microbatch": self.home_tokens_per_microbatch,
             "home_sizes": self.home_sizes,
+            "home_recompute": str(self.home_recompute),
             "samples": self.samples,
             "overlong": self.overlong,
             "mock_lengths": self.mock_lengths,
@@ -275,6 +277,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
         strategies=_strategies(top["strategies"]),
         home_tokens_per_microbatch=None if budget is None else budget.integer(),
         home_sizes=tuple((axis, home[axis].integer()) for axis in _HOME_AXES if axis in home),
+        home_recompute=_recompute(home),
         samples=_samples(top["samples"]) if "samples" in top else "documents",
         overlong=_overlong(top["overlong"]) if "overlong" in top else "split",
         mock_lengths=_mock_lengths(top["mock_lengths"]) if "mock_lengths" in top else None,
@@ -295,9 +298,14 @@ def load_config(path: str | Path) -> HotSPaConfig:
     )
 
 
-def resolve(config: HotSPaConfig, *, shape: ModelShape, home: Strategy) -> ResolvedConfig:
-    """Check a file against the model and the world that home fills; ``ConfigError`` where they do not fit."""
-    _check_home_sizes(config, home)
+def resolve(
+    config: HotSPaConfig, *, shape: ModelShape, home: Strategy, recompute: Recompute = _NOT_RECOMPUTED
+) -> ResolvedConfig:
+    """Check a file against the model and the world that home fills; ``ConfigError`` where they do not fit.
+
+    ``recompute``: what the command line has home recompute; nothing without its flags.
+    """
+    _check_home(config, home, recompute)
     every_tp = [home.tp, *(entry.tp for entry in config.strategies)]
     strategies = []
     for index, entry in enumerate(config.strategies):
@@ -531,18 +539,26 @@ def _resolve_home(config: HotSPaConfig, shape: ModelShape, home: Strategy, every
     )
 
 
-def _check_home_sizes(config: HotSPaConfig, home: Strategy) -> None:
+def _check_home(config: HotSPaConfig, home: Strategy, recompute: Recompute) -> None:
     """Under another home siblings become guests, budgets are too large, and memory is not what the plan said."""
-    for axis, size in config.home_sizes:
-        if size != getattr(home, axis):
-            flags = " ".join(f"{_HOME_FLAGS[each]} {sizes}" for each, sizes in config.home_sizes)
-            raise config_error(
-                config.path,
-                config.home_sizes_line,
-                f"home.{axis}",
-                f"the file was made for a home of {axis} {size}, but the command line's is {home}; give Megatron {flags}, "
-                "or have the file made anew for this home (hotspa plan --keep-home)",
-            )
+    other = [(axis, str(size)) for axis, size in config.home_sizes if size != getattr(home, axis)]
+    here = str(home)
+    if config.home_recompute is not None and config.home_recompute != recompute:
+        other.append(("recompute", str(config.home_recompute)))
+        here += f" recompute {recompute}"
+    if not other:
+        return
+    sizes = dict(config.home_sizes)
+    if sizes.get("pp") == 1:
+        sizes["vpp"] = 1  # flags of virtual stages could not stay
+    change = change_of_home(sizes, config.home_recompute, now=home, now_recompute=recompute)
+    raise config_error(
+        config.path,
+        config.home_sizes_line,
+        f"home.{other[0][0]}",
+        f"the file was made for a home of {', '.join(map(' '.join, other))}, but the command line's is {here}; {change}, "
+        "or have the file made anew for this home (hotspa plan --keep-home)",
+    )
 
 
 def _layers(shape: ModelShape, strategy: Strategy, home: Strategy) -> tuple[range, ...]:

@@ -394,6 +394,14 @@ MUTANTS: Final = (
                 "virtual = entry.vpp or (home.vpp if",
                 "virtual = entry.vpp or (1 if",
             ),
+            "a file for any recomputation of home": (
+                "if config.home_recompute is not None and config.home_recompute != recompute:",
+                "if config.home_recompute is None and config.home_recompute != recompute:",
+            ),
+            "a file for any virtual stages of home": (
+                '_HOME_AXES: Final = ("tp", "cp", "pp", "vpp")',
+                '_HOME_AXES: Final = ("tp", "cp", "pp")',
+            ),
             "every strategy a guest": (
                 "kind=Kind.SIBLING if strategy.same_layout(home) else Kind.GUEST",
                 "kind=Kind.GUEST",

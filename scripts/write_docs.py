@@ -37,9 +37,12 @@ MEANINGS: Final = {
     "strategies[].recompute": "what the backward pass computes again | what Megatron's flags say",
     "strategies[].recompute_layers": "with `recompute: full`: how many layers of a stage | all",
     "home.tp": "the home that the file was made for; a job whose command line has another is refused, as siblings would be "
-    "guests and budgets too large. `hotspa plan` writes these three | not looked at",
+    "guests and budgets too large. `hotspa plan` writes it | not looked at",
     "home.cp": "the same | not looked at",
     "home.pp": "the same | not looked at",
+    "home.vpp": "the same: its virtual stages of each pipeline stage | not looked at",
+    "home.recompute": "the same: what its backward pass computes again, for which Megatron's own flags decide | not looked at",
+    "home.recompute_layers": "with `recompute: full`: how many layers of a stage, as --recompute-method block has it | all",
     "home.tokens_per_microbatch": "home's packing budget | what one sequence of --seq-length takes",
     "samples": "what a sample is: a document (a conversation under --sft), or Megatron's own sample cut at document ends",
     "overlong": "documents longer than --seq-length. split: pieces that share one token, so no target is lost; conversations "
@@ -87,7 +90,7 @@ def _keys() -> Iterator[tuple[str, Any, Any]]:
     }
     for top in config._TOP_KEYS:
         if top == "home":
-            yield from ((f"home.{name}", int, None) for name in config._HOME_KEYS)
+            yield from ((f"home.{name}", Granularity if name == "recompute" else int, None) for name in config._HOME_KEYS)
             continue
         if top != "switch":
             yield _typed(top, top, config.HotSPaConfig)

@@ -163,11 +163,12 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
     "typo": ("strategys: []\n", 1, "strategys", "did you mean strategies?"),
     "nothing near": ("strategies: []\nzzz: 1\n", 2, "zzz", "valid keys: strategies, home, samples, overlong,"),
     "dp": (one_entry("dp: 2"), 3, "strategies[0].dp", "follows from the world"),
-    "home's vpp": (
-        "strategies: []\nhome: {vpp: 2}\n",
-        2,
-        "home.vpp",
-        "unknown key 'vpp'; did you mean pp?",
+    "home's dp": ("strategies: []\nhome: {dp: 2}\n", 2, "home.dp", "unknown key 'dp'; did you mean"),
+    "home's layers without full": (
+        "strategies: []\nhome:\n  recompute: selective\n  recompute_layers: 2\n",
+        4,
+        "home.recompute_layers",
+        "recompute is selective; write 'recompute: full' or remove it",
     ),
     "duplicate": (one_entry("tp: 1\n    tp: 2"), 4, "strategies[0].tp", "stands twice, first in line 3"),
     "duplicate top key": ("strategies: []\nstrategies: []\n", 2, "strategies", "stands twice, first in line 1"),
@@ -391,6 +392,8 @@ def test_digest_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
         changed: dict[str, Any] = {
             "strategies": config.strategies[:1],
             "home_tokens_per_microbatch": None,
+            "home_sizes": (("vpp", 2),),
+            "home_recompute": Recompute(granularity="none"),
             "overlong": "split",
             "merge": "auto",
             "check_plans": True,
@@ -403,7 +406,7 @@ def test_digest_follows_the_contents_and_nothing_else(tmp_path: Path) -> None:
         changes: dict[str, Any] = {name: 77 if name != "recompute" else Recompute(granularity="full", layers=1)}
         entry = dataclasses.replace(config.strategies[0], **changes)
         digests.add(dataclasses.replace(config, strategies=(entry, *config.strategies[1:])).digest())
-    assert len(digests) == 15
+    assert len(digests) == 17
 
 
 def resolved(tmp_path: Path, text: str, *, home: Strategy = HOME, **changes: Any) -> ResolvedConfig:
@@ -614,3 +617,115 @@ def test_a_file_made_for_another_home_is_refused_with_the_flags_to_give(tmp_path
     )
     assert "--tensor-model-parallel-size 1 --context-parallel-size 8 --pipeline-model-parallel-size 1" in said
     assert load_config(path).digest() != plain
+
+
+PINNED = """\
+strategies: []
+home: {tp: 4, cp: 1, pp: 2, vpp: 3, recompute: full, recompute_layers: 1}
+"""
+PINNED_HOME = Strategy(tp=4, cp=1, pp=2, dp=1, vpp=3)
+SIZES = "--tensor-model-parallel-size 4 --context-parallel-size 1 --pipeline-model-parallel-size 2"
+VIRTUAL = "--num-virtual-stages-per-pipeline-rank 3"
+BLOCK = "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
+
+
+def refused_home(tmp_path: Path, text: str, home: Strategy, recompute: Recompute) -> str:
+    config = load_config(write(tmp_path, text))
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, shape=SHAPE, home=home, recompute=recompute)
+    said = str(caught.value)
+    assert len(said.splitlines()) == 1
+    return said.removeprefix(f"{tmp_path / 'hotspa.yaml'}:2: ").removesuffix(
+        ", or have the file made anew for this home (hotspa plan --keep-home)"
+    )
+
+
+def full(layers: int | None = None) -> Recompute:
+    return Recompute(granularity="full", layers=layers)
+
+
+NONE, SELECTIVE = Recompute(granularity="none"), Recompute(granularity="selective")
+
+
+@pytest.mark.parametrize(
+    ("home", "recompute", "said"),
+    [
+        (
+            "tp4-cp1-pp2-dp1",
+            full(1),
+            (
+                "home.vpp: the file was made for a home of vpp 3, but the command line's is tp4-cp1-pp2-dp1; "
+                f"give Megatron {SIZES} {VIRTUAL}"
+            ),
+        ),
+        (
+            "tp4-cp1-pp2-dp1-vpp2",
+            full(1),
+            (
+                "home.vpp: the file was made for a home of vpp 3, but the command line's is tp4-cp1-pp2-dp1-vpp2; "
+                f"give Megatron {SIZES} {VIRTUAL} and remove --num-layers-per-virtual-pipeline-stage"
+            ),
+        ),
+        (
+            "tp4-cp1-pp2-dp1-vpp3",
+            NONE,
+            (
+                "home.recompute: the file was made for a home of recompute full of 1 layers, but the command line's is "
+                f"tp4-cp1-pp2-dp1-vpp3 recompute none; give Megatron {SIZES} {VIRTUAL} {BLOCK} and remove "
+                "--num-layers-per-virtual-pipeline-stage"
+            ),
+        ),
+        (
+            "tp4-cp1-pp2-dp1-vpp3",
+            full(),
+            (
+                "home.recompute: the file was made for a home of recompute full of 1 layers, but the command line's is "
+                f"tp4-cp1-pp2-dp1-vpp3 recompute full; give Megatron {SIZES} {VIRTUAL} {BLOCK} and remove "
+                "--num-layers-per-virtual-pipeline-stage"
+            ),
+        ),
+        (
+            "tp2-cp1-pp2-dp2",
+            SELECTIVE,
+            (
+                "home.tp: the file was made for a home of tp 4, vpp 3, recompute full of 1 layers, but the command line's is "
+                f"tp2-cp1-pp2-dp2 recompute selective; give Megatron {SIZES} {VIRTUAL} {BLOCK} and remove --recompute-activations"
+            ),
+        ),
+    ],
+)
+def test_a_file_is_for_the_virtual_stages_and_the_recomputation_of_its_home(
+    tmp_path: Path, home: str, recompute: Recompute, said: str
+) -> None:
+    """Other virtual stages make guests of home's siblings; without its recomputation home's budget does not fit."""
+    path = write(tmp_path, PINNED)
+    assert resolve(load_config(path), shape=SHAPE, home=PINNED_HOME, recompute=full(1)).home.strategy == PINNED_HOME
+    assert refused_home(tmp_path, PINNED, Strategy.parse(home), recompute) == said
+
+
+@pytest.mark.parametrize(
+    ("text", "home", "recompute", "change"),
+    [
+        ("recompute: none", "tp4-cp1-pp2-dp1", full(), ("remove --recompute-granularity --recompute-method "
+         "--recompute-num-layers")),
+        ("recompute: none", "tp4-cp1-pp2-dp1", SELECTIVE, "remove --recompute-granularity --recompute-activations"),
+        ("recompute: selective", "tp4-cp1-pp2-dp1", full(2), ("give Megatron --recompute-granularity selective and remove "
+         "--recompute-method --recompute-num-layers")),
+        ("vpp: 1", "tp4-cp1-pp2-dp1-vpp3", NONE, ("remove --num-virtual-stages-per-pipeline-rank "
+         "--num-layers-per-virtual-pipeline-stage")),
+        ("pp: 1", "tp4-cp1-pp2-dp1-vpp3", NONE, ("give Megatron --pipeline-model-parallel-size 1 and remove "
+         "--num-virtual-stages-per-pipeline-rank --num-layers-per-virtual-pipeline-stage")),
+    ],
+)  # fmt: skip
+def test_flags_that_make_another_home_are_to_be_removed(
+    tmp_path: Path, text: str, home: str, recompute: Recompute, change: str
+) -> None:
+    said = refused_home(tmp_path, f"strategies: []\nhome: {{{text}}}\n", Strategy.parse(home), recompute)
+    assert said.split("; ")[1] == change
+
+
+def test_a_file_that_leaves_home_out_is_for_any(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "strategies: []\nhome: {tp: 4, cp: 1, pp: 2}\n"))
+    for vpp, recompute in ((1, NONE), (3, full()), (2, SELECTIVE)):
+        home = Strategy(tp=4, cp=1, pp=2, dp=1, vpp=vpp)
+        assert resolve(config, shape=SHAPE, home=home, recompute=recompute).home.strategy == home

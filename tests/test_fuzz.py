@@ -147,7 +147,17 @@ def configurations(draw: st.DrawFn) -> str:
     if len(lines) == 1:
         lines = ["strategies: []"]
     choices = {
-        "home": ("{tokens_per_microbatch: 8192}", "{}", "{tokens_per_microbatch: 1}", "[]"),
+        "home": (
+            *(
+                "{tokens_per_microbatch: 8192}",
+                "{}",
+                "{tokens_per_microbatch: 1}",
+                "[]",
+                "{vpp: 2}",
+                "{vpp: 1, recompute: none}",
+            ),
+            "{tp: 2, recompute: full, recompute_layers: 1}",
+        ),
         "samples": ("documents", "megatron"),
         "overlong": ("split", "truncate", "drop", "error"),
         "merge": ("auto", "never"),

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from hotspa_megatron.cli.described_run import with_home
+from hotspa_megatron.cli.described_run import changed, recompute_of
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
 from hotspa_megatron.config import ResolvedConfig, load_config, resolve
-from hotspa_megatron.strategy import Strategy
+from hotspa_megatron.planning.home_flags import FlagChange
 
 LLAMA = """#!/bin/bash
 # Llama 3 8B on one node of H100s; arguments: checkpoints, logs, data
@@ -180,10 +180,12 @@ def planned(
     captured = capsys.readouterr()
     assert code == 0, captured.err
     said = json.loads(captured.out)
-    home = Strategy.parse(said["home"])
-    line = read_command_line(with_home(arguments_of_script(script), home), world_size=world)
+    change = FlagChange(give=tuple(said["megatron_flags"]), remove=tuple(said["megatron_flags_to_remove"]))
+    arguments = changed(arguments_of_script(script), change)
+    line = read_command_line(arguments, world_size=world)
+    assert str(line.home) == said["home"]
     shape = replace(line.shape, sequence_parallel=True)
-    return said, resolve(load_config(path), shape=shape, home=line.home)
+    return said, resolve(load_config(path), shape=shape, home=line.home, recompute=recompute_of(arguments))
 
 
 def refused_flags(said: dict[str, Any]) -> list[str]:

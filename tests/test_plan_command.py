@@ -19,12 +19,15 @@ import numpy as np
 import pytest
 
 from hotspa_megatron.cli import charts, described_run, doctor
-from hotspa_megatron.cli.described_run import check_flags, recompute_flags, with_home
+from hotspa_megatron.cli.described_run import check_flags, recompute_of, without
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
 from hotspa_megatron.config import load_config, resolve
-from hotspa_megatron.planning.execution import Recompute
+from hotspa_megatron.planning.execution import Execution, Recompute
+from hotspa_megatron.planning.home_flags import recompute_flags
+from hotspa_megatron.planning.plan_file import home_recompute_of
+from hotspa_megatron.planning.plan_file import recompute_of as recompute_of_execution
 from hotspa_megatron.strategy import Strategy
 
 MODEL = shlex.split(
@@ -62,9 +65,9 @@ def test_the_file_is_one_that_a_job_takes(tmp_path: Path, capsys: pytest.Capture
     assert plan(*CLUSTER, "-o", str(path), "--json") == 0
     said = json.loads(capsys.readouterr().out)
     home = Strategy.parse(said["home"])
-    line = read_command_line(with_home(MODEL, home), world_size=8)
+    line = read_command_line([*MODEL, *said["megatron_flags"]], world_size=8)
     assert line.home == home
-    resolved = resolve(load_config(path), shape=line.shape, home=home)
+    resolved = resolve(load_config(path), shape=line.shape, home=home, recompute=recompute_of(said["megatron_flags"]))
     assert [each.max_length for each in resolved.strategies] == [g["max_length"] for g in said["groups"][:-1]]
     assert [str(each.strategy) for each in resolved.strategies] == [g["strategy"] for g in said["groups"][:-1]]
     assert resolved.home.tokens_per_microbatch == said["groups"][-1]["tokens_per_microbatch"]
@@ -150,7 +153,8 @@ def test_recomputation_and_virtual_stages_are_written_as_a_job_takes_them(
         said = json.loads(capsys.readouterr().out)
         line = read_command_line([*arguments, *said["megatron_flags"]], world_size=8)
         assert str(line.home) == said["home"]
-        resolved = resolve(load_config(path), shape=line.shape, home=line.home)
+        recompute = recompute_of(said["megatron_flags"])
+        resolved = resolve(load_config(path), shape=line.shape, home=line.home, recompute=recompute)
         for each, group in zip(resolved.strategies, said["groups"], strict=False):
             assert str(each.strategy) == group["strategy"] and each.recompute is not None
             layers = max(len(stage) for stage in each.layers)
@@ -162,9 +166,104 @@ def test_recomputation_and_virtual_stages_are_written_as_a_job_takes_them(
 
 
 def test_homes_recomputation_is_said_in_megatrons_flags() -> None:
-    assert recompute_flags(Recompute(granularity="none")) == []
-    assert recompute_flags(Recompute(granularity="full"))[1::2] == ["full", "uniform", "1"]
-    assert recompute_flags(Recompute(granularity="full", layers=3))[1::2] == ["full", "block", "3"]
+    assert recompute_flags(Recompute(granularity="none")) == ()
+    assert recompute_flags(Recompute(granularity="full"))[1::2] == ("full", "uniform", "1")
+    assert recompute_flags(Recompute(granularity="full", layers=3))[1::2] == ("full", "block", "3")
+
+
+ROOMY = ["--hardware", "h100", "--world-size", "8", "--lengths", "wikipedia", "--max-cp", "1"]
+FULL = shlex.split("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
+
+
+def explain(path: Path, *arguments: str) -> int:
+    return main(["explain", str(path), "--world-size", "8", "--", *MODEL, *BATCH, *arguments])
+
+
+def test_a_file_is_for_the_home_that_plan_has_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the virtual stages or the recomputation of its home, home's budget would not fit: each is refused."""
+    hardware, path = tmp_path / "small.yaml", tmp_path / "hotspa.yaml"
+    text = (Path(described_run.__file__).parents[1] / "planning" / "hardware" / "l40s-pcie.yaml").read_text()
+    hardware.write_text(text.replace("value: 46068", "value: 23000"))
+    options = [
+        "--hardware",
+        str(hardware),
+        "--world-size",
+        "8",
+        "--lengths",
+        "wikipedia",
+        "--max-cp",
+        "1",
+        "--max-tp",
+        "1",
+    ]
+    assert plan(*options, "-o", str(path), "--json") == 0
+    flags = json.loads(capsys.readouterr().out)["megatron_flags"]
+    virtual = {"--num-virtual-stages-per-pipeline-rank": 1}
+    recompute = {"--recompute-granularity": 1, "--recompute-method": 1, "--recompute-num-layers": 1}
+    assert {*virtual, *recompute} <= {*flags}, "the case does not show both"
+    assert explain(path, *flags) == 0
+    for left_out, key in ((virtual, "home.vpp"), (recompute, "home.recompute"), ({**virtual, **recompute}, "home.vpp")):
+        capsys.readouterr()
+        assert explain(path, *without(flags, left_out)) == 2
+        said = one_line(capsys)
+        assert f"{key}: the file was made for" in said and all(
+            f" {flag} " in said.replace(",", " ") for flag in left_out
+        )
+    capsys.readouterr()
+    assert explain(path, *without(flags, recompute), "--recompute-activations") == 2
+    assert " --recompute-activations, or have the file made anew" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("flags", "removed"),
+    [
+        (FULL, ["--recompute-granularity", "--recompute-method", "--recompute-num-layers"]),
+        (
+            ["--pipeline-model-parallel-size", "4", "--num-layers-per-virtual-pipeline-stage", "1"],
+            ["--num-layers-per-virtual-pipeline-stage"],
+        ),
+        (
+            ["--pipeline-model-parallel-size=4", "--num-virtual-stages-per-pipeline-rank=2", *FULL],
+            [
+                *("--num-virtual-stages-per-pipeline-rank", "--recompute-granularity"),
+                *("--recompute-method", "--recompute-num-layers"),
+            ],
+        ),
+    ],
+)
+def test_flags_that_the_chosen_home_has_not_are_to_be_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], removed: list[str]
+) -> None:
+    """On memory to spare nothing is recomputed; with no pipeline there are no virtual stages."""
+    path = tmp_path / "hotspa.yaml"
+    options = [*ROOMY, "-o", str(path), "--force"]
+    assert plan(*options, "--json", arguments=[*MODEL, *BATCH, *flags]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "-pp1-" in said["home"] and said["megatron_flags_to_remove"] == removed
+    assert plan(*options, arguments=[*MODEL, *BATCH, *flags]) == 0
+    assert f"{' '.join(said['megatron_flags'])}, and remove: {' '.join(removed)} (now" in capsys.readouterr().out
+    assert f"have to go: {' '.join(removed)}" in path.read_text()
+    # Whoever gives what is to be given, and leaves the others where they are, has another home.
+    assert explain(path, *without(flags, dict.fromkeys(removed, 1)), *said["megatron_flags"]) == 0
+    assert explain(path, *flags, *said["megatron_flags"]) == 2
+
+
+def test_a_kept_recomputation_is_what_the_command_line_says() -> None:
+    """Of stages of 2 or 4 layers the share of 2 says no number of layers; another share is none of the command line's."""
+    given = Recompute(granularity="full", layers=2)
+    kept = Execution(strategy=Strategy(tp=1, cp=1, pp=4, dp=2), recompute=given.share(10 / 4))
+    assert home_recompute_of(kept, num_layers=10, given=given) == given
+    assert recompute_of_execution(kept, num_layers=10, selective=False) != given
+    for share, said in ((0.0, "none"), (1.0, "full")):
+        other = Execution(strategy=kept.strategy, recompute=share)
+        assert str(home_recompute_of(other, num_layers=10, given=given)) == said
+    selective = Recompute(granularity="selective")
+    assert home_recompute_of(Execution(strategy=kept.strategy), num_layers=10, given=selective) == selective
+
+
+def test_recompute_activations_is_selective_recomputation_whatever_else_is_said() -> None:
+    assert recompute_of([*FULL, "--recompute-activations"]) == Recompute(granularity="selective")
+    assert recompute_of(FULL) == Recompute(granularity="full")
 
 
 def test_lengths_come_from_a_file_and_from_an_index(tmp_path: Path) -> None:

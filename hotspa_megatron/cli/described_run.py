@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -16,14 +16,13 @@ from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_
 from hotspa_megatron.cli.run_script import arguments_of_script
 from hotspa_megatron.planning.execution import Execution, Recompute
 from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
+from hotspa_megatron.planning.home_flags import RECOMPUTE_ACTIVATIONS, FlagChange, change_of_home
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 from hotspa_megatron.strict_yaml import LARGEST_INTEGER, read_document, shown
 
 _FLAGS_FILE: Final = Path(__file__).with_name("megatron_flags.yaml")
-_PARALLEL_FLAGS: Final = ("--tensor-model-parallel-size", "--context-parallel-size", "--pipeline-model-parallel-size")
-_VIRTUAL_FLAGS: Final = ("--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage")
 _WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
 _OURS: Final = "--hotspa-config"
 MOST_COUNTED: Final = 1 << 20
@@ -32,7 +31,7 @@ MOST_COUNTED: Final = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedRun:
-    """``recompute``: share of layers that the command line recomputes in full, for every strategy alike."""
+    """A run as it is before anything is planned for it."""
 
     arguments: tuple[str, ...]
     line: MegatronCommandLine
@@ -43,9 +42,8 @@ class DescribedRun:
     sequences_per_step: int
     stock_tokens_per_step: int
     """Of samples of stock Megatron's, which are all --seq-length long."""
-    recompute: float
-    selective: bool
-    """Whether the command line recomputes selectively, which counts as none where attention is fused."""
+    given: Recompute
+    """What the command line recomputes."""
 
     @property
     def shape(self) -> ModelShape:
@@ -58,13 +56,20 @@ class DescribedRun:
         return 12 if self.line.optimizer_bytes is None else self.line.optimizer_bytes
 
     @property
+    def recompute(self) -> float:
+        """The share of layers that the command line recomputes in full."""
+        return self.given.share(self.line.shape.num_layers / (self.line.home.pp * self.line.home.vpp))
+
+    @property
     def home(self) -> Execution:
         """What the command line itself would run."""
         return Execution(strategy=self.line.home, recompute=self.recompute)
 
-    def under(self, home: Strategy) -> MegatronCommandLine:
-        """The command line with another home."""
-        return read_command_line(with_home(self.arguments, home), world_size=self.world_size)
+    def change_to(self, home: Strategy, recompute: Recompute | None) -> FlagChange:
+        """What to change on the command line for this home; ``recompute`` None leaves that as it is."""
+        sizes = {axis: getattr(home, axis) for axis in ("tp", "cp", "pp", "vpp")}
+        there = {argument.split("=", 1)[0] for argument in self.arguments}
+        return change_of_home(sizes, recompute, now=self.line.home, now_recompute=self.given, given=there)
 
 
 def add_options(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
@@ -106,7 +111,7 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
     arguments = arguments_of_script(options.from_script) if options.from_script else list(megatron_arguments)
     if not arguments:
         raise ValueError("Megatron's arguments are missing; add them behind --, or give --from-script")
-    arguments = _without(arguments, (_OURS,))
+    arguments = without(arguments, {_OURS: 1})
     check_flags(arguments)
     world_size = _world_size(options.world_size)
     line = read_command_line(arguments, world_size=world_size)
@@ -124,9 +129,7 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
         lengths_from=source,
         sequences_per_step=sequences,
         stock_tokens_per_step=(batch or sequences) * line.shape.seq_length,
-        recompute=recompute_of(arguments).share(line.shape.num_layers / (line.home.pp * line.home.vpp)),
-        selective=word_of(arguments, "--recompute-granularity") == "selective"
-        or "--recompute-activations" in arguments,
+        given=recompute_of(arguments),
     )
 
 
@@ -148,40 +151,22 @@ def _known_flags() -> frozenset[str]:
     return frozenset(flag.text() or "" for flag in document.sequence())
 
 
-def with_home(arguments: Sequence[str], home: Strategy) -> list[str]:
-    """The command line with the parallel sizes of another home."""
-    return [*_without(arguments, (*_PARALLEL_FLAGS, *_VIRTUAL_FLAGS)), *home_flags(home)]
+def changed(arguments: Sequence[str], change: FlagChange) -> list[str]:
+    """The command line as it is once the change is made."""
+    return [*without(arguments, {flag: flag != RECOMPUTE_ACTIVATIONS for flag in change.remove}), *change.give]
 
 
-def home_flags(home: Strategy) -> list[str]:
-    """What makes Megatron run this home."""
-    flags = [*zip(_PARALLEL_FLAGS, (home.tp, home.cp, home.pp), strict=True)]
-    if home.vpp > 1:
-        flags.append((_VIRTUAL_FLAGS[0], home.vpp))
-    return [text for flag, size in flags for text in (flag, str(size))]
-
-
-def recompute_flags(recompute: Recompute) -> list[str]:
-    """What makes Megatron recompute like this at home."""
-    if recompute.granularity != "full":
-        return [] if recompute.granularity == "none" else ["--recompute-granularity", "selective"]
-    method, layers = ("uniform", 1) if recompute.layers is None else ("block", recompute.layers)
-    return [
-        *("--recompute-granularity", "full", "--recompute-method", method),
-        *("--recompute-num-layers", str(layers)),
-    ]
-
-
-def _without(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The arguments without these flags and their values."""
-    kept, skip = [], False
-    for argument in arguments:
-        if skip:
-            skip = False
-        elif argument in flags:
-            skip = True
-        elif argument.split("=", 1)[0] not in flags:
-            kept.append(argument)
+def without(command: Sequence[str], flags: Mapping[str, int]) -> list[str]:
+    """The command without these flags and as many values as each has, written --flag value or --flag=value."""
+    kept, skip = [], 0
+    for word in command:
+        flag, given, _ = word.partition("=")
+        if flag in flags:
+            skip = 0 if given else flags[flag]
+        elif skip:
+            skip -= 1
+        else:
+            kept.append(word)
     return kept
 
 
@@ -198,6 +183,8 @@ def whole_of(arguments: Sequence[str], flag: str, *, most: int = LARGEST_INTEGER
 
 def recompute_of(arguments: Sequence[str]) -> Recompute:
     """What the command line recomputes, under any strategy."""
+    if RECOMPUTE_ACTIVATIONS in arguments:
+        return Recompute(granularity="selective")
     return Recompute.of_flags(
         word_of(arguments, "--recompute-granularity"),
         word_of(arguments, "--recompute-method"),

@@ -114,19 +114,19 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
             _print_file(config)
     else:
         line = read_command_line(megatron_arguments, world_size=_world_size(arguments.world_size))
-        resolved = resolve(config, shape=line.shape, home=line.home)
+        recompute = recompute_of(megatron_arguments)
+        resolved = resolve(config, shape=line.shape, home=line.home, recompute=recompute)
         groups = count_groups([each.strategy for each in (*resolved.strategies, resolved.home)])
         taken = resolved.group_memory
         memory = [memory_per_stage(each, resolved, line) for each in (*resolved.strategies, resolved.home)]
         refused = [row.line for row in conflicts(megatron_arguments) if row.unless not in config.allow_untested]
-        share = recompute_of(megatron_arguments)
-        model, choices = resolved_model(resolved, hardware, recompute=share)
+        model, choices = resolved_model(resolved, hardware, recompute=recompute)
         moves = moves_between(model, [choice.execution for choice in choices])
         described = {**_describe(resolved, groups, taken, memory), "conflicts": refused}
         described |= {"hardware": hardware.name, "moves": [asdict(move) for move in moves]}
         step = None
         if arguments.lengths is not None:
-            step = _step(arguments, resolved, hardware, megatron_arguments, share)
+            step = _step(arguments, resolved, hardware, megatron_arguments, recompute)
             if arguments.plot is not None:
                 plot_step(arguments.plot, step, source=arguments.lengths)
             described["step"] = asdict(step)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
+from hotspa_megatron.planning.memory_model import adam_bytes
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 
@@ -277,5 +278,4 @@ def _optimizer(flags: argparse.Namespace, shape: ModelShape) -> tuple[int | None
         return None, f"--optimizer {flags.optimizer}"
     if flags.use_precision_aware_optimizer:
         return None, "--use-precision-aware-optimizer"
-    master = _FP32_BYTES if shape.parameter_bytes == 2 else 0
-    return master + 2 * _FP32_BYTES, None
+    return adam_bytes(shape.parameter_bytes), None

@@ -16,13 +16,14 @@ from hotspa_megatron.cli import described_run, tables
 from hotspa_megatron.cli.charts import save_bars
 from hotspa_megatron.cli.described_run import DescribedRun
 from hotspa_megatron.cli.hotspa_table import HotSPaTable
+from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.config import load_config, resolve
 from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning import plan_file
-from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES, Execution, Recompute
-from hotspa_megatron.planning.plan_file import kind_of, recompute_of
+from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
+from hotspa_megatron.planning.home_flags import FlagChange
+from hotspa_megatron.planning.plan_file import home_recompute_of, kind_of
 from hotspa_megatron.planning.search import PlannedRun, plan_strategies
-from hotspa_megatron.strategy import Strategy
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -103,7 +104,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         optimizer_bytes=described.optimizer_bytes,
     )
     text = as_yaml(planned, described)
-    _check(text, planned.home.execution.strategy, described, path)
+    _check(text, _change(planned, described), described, path)
     if arguments.plot:  # first, as it is what more can go wrong with
         _plot(arguments.plot, planned)
     _write(path, text)
@@ -122,17 +123,17 @@ def _write_table(arguments: argparse.Namespace, described: DescribedRun, path: P
             f"--table: its longest sequences are of {table.longest} tokens, but --seq-length is {described.shape.seq_length}; "
             f"give Megatron --seq-length {table.longest}"
         )
-    _check(table.as_yaml(), table.home, described, path)
+    change = described.change_to(table.home, None)
+    _check(table.as_yaml(), change, described, path)
     _write(path, table.as_yaml())
-    flags = described_run.home_flags(table.home)
     refused = [row.line for row in conflicts(described.arguments)]
     if arguments.json:
         entries = [{"max_length": longest, "strategy": str(each)} for longest, each in table.entries]
-        said = {"output": str(path), "home": str(table.home), "megatron_flags": flags, "groups": entries}
+        said = {"output": str(path), "home": str(table.home), **_flags(change), "groups": entries}
         print(json.dumps({**said, "conflicts": refused}, indent=2))
         return
     console = tables.console()
-    tables.say(console, f"Home is {table.home}. Give Megatron: {' '.join(flags)}")
+    tables.say(console, f"Home is {table.home}. {_give(change)}")
     for line in refused:
         tables.say(console, f"A job with these arguments would not start: {line}")
     tables.say(console, f"Wrote {path}.")
@@ -140,24 +141,31 @@ def _write_table(arguments: argparse.Namespace, described: DescribedRun, path: P
 
 def as_yaml(planned: PlannedRun, described: DescribedRun) -> str:
     """The configuration file, with what was expected of it in comments."""
-    head = (
+    change = _change(planned, described)
+    head = [
         f"Chosen by hotspa plan for {described.world_size} ranks of {described.hardware.name}, from",
         f"{described.lengths_from}, {described.sequences_per_step} sequences per step.",
-        f"Megatron's own flags make home: {' '.join(_flags(planned.home.execution, described))}",
-    )
-    return plan_file.as_yaml(planned, num_layers=described.shape.num_layers, selective=described.selective, head=head)
+        f"Megatron's own flags make home: {' '.join(change.give)}",
+    ]
+    if change.remove:
+        head.append(f"and these of the command line have to go: {' '.join(change.remove)}")
+    return plan_file.as_yaml(planned, num_layers=described.shape.num_layers, given=described.given, head=head)
 
 
-def _recompute(execution: Execution, described: DescribedRun) -> Recompute:
-    return recompute_of(execution, num_layers=described.shape.num_layers, selective=described.selective)
+def _change(planned: PlannedRun, described: DescribedRun) -> FlagChange:
+    """What to change on the command line for this home; of recomputation where it is not the command line's."""
+    home = planned.home.execution
+    recompute = home_recompute_of(home, num_layers=described.shape.num_layers, given=described.given)
+    return described.change_to(home.strategy, recompute)
 
 
-def _flags(home: Execution, described: DescribedRun) -> list[str]:
-    """What to give Megatron for this home; its recomputation where it is not the command line's."""
-    flags = described_run.home_flags(home.strategy)
-    if home.recompute != described.recompute:
-        flags += described_run.recompute_flags(_recompute(home, described))
-    return flags
+def _flags(change: FlagChange) -> dict[str, list[str]]:
+    return {"megatron_flags": list(change.give), "megatron_flags_to_remove": list(change.remove)}
+
+
+def _give(change: FlagChange) -> str:
+    gone = f", and remove: {' '.join(change.remove)}" if change.remove else ""
+    return f"Give Megatron: {' '.join(change.give)}{gone}"
 
 
 def _same_batch(described: DescribedRun) -> int:
@@ -174,13 +182,17 @@ def _write(path: Path, text: str) -> None:
         raise ValueError(f"--output: {path}: {error.strerror}") from None
 
 
-def _check(text: str, home: Strategy, described: DescribedRun, path: Path) -> None:
-    """Hold the file against the reader that will read it, before it is written where it was asked for."""
+def _check(text: str, change: FlagChange, described: DescribedRun, path: Path) -> None:
+    """Hold the file against the reader and the job that it is for, before it is written where it was asked for."""
+    arguments = described_run.changed(described.arguments, change)
+    line = read_command_line(arguments, world_size=described.world_size)
     with tempfile.TemporaryDirectory() as folder:
         draft = Path(folder) / path.name
         draft.write_text(text, encoding="utf-8")
         try:
-            resolve(load_config(draft), shape=described.under(home).shape, home=home)
+            resolve(
+                load_config(draft), shape=line.shape, home=line.home, recompute=described_run.recompute_of(arguments)
+            )
         except ValueError as error:
             raise ValueError(str(error).replace(str(draft), str(path))) from None
 
@@ -196,7 +208,7 @@ def _described(planned: PlannedRun, described: DescribedRun, path: Path) -> dict
         "stock_tokens_per_step": described.stock_tokens_per_step,
         "global_batch_size_for_stock_tokens": _same_batch(described),
         "home": str(planned.home.execution.strategy),
-        "megatron_flags": _flags(planned.home.execution, described),
+        **_flags(_change(planned, described)),
         "seconds": asdict(planned.time),
         "static": str(planned.static.execution),
         "static_seconds": asdict(planned.static_time),
@@ -253,8 +265,9 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
         f"{_same_batch(described)} (plan for it with --sequences) it has about {described.stock_tokens_per_step:,}, as stock "
         "Megatron with these flags.",
     )
-    if home != described.home:
-        tables.say(console, f"Give Megatron: {' '.join(_flags(home, described))} (now {described.home})")
+    change = _change(planned, described)
+    if home != described.home or change.remove:
+        tables.say(console, f"{_give(change)} (now {described.home})")
     if described.line.optimizer_note is not None:
         tables.say(console, f"Counted as Adam with fp32 state; {described.line.optimizer_note} may take other memory.")
     if planned.refused:

@@ -10,6 +10,8 @@ from hotspa_megatron.config import Untested
 from hotspa_megatron.hooks import flags
 from hotspa_megatron.hooks.conversations import BYTE_VOCABULARY
 from hotspa_megatron.hooks.flags import FLAG
+from hotspa_megatron.planning.execution import Recompute
+from hotspa_megatron.planning.memory_model import ADAM_BYTES, adam_bytes
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 
@@ -127,6 +129,17 @@ def home_of(args: Any) -> Strategy:
         pp=args.pipeline_model_parallel_size,
         vpp=getattr(args, "virtual_pipeline_model_parallel_size", None) or 1,
     )
+
+
+def recompute_of(args: Any) -> Recompute:
+    """What the command line recomputes."""
+    return Recompute.of_flags(args.recompute_granularity, args.recompute_method, args.recompute_num_layers)
+
+
+def optimizer_bytes_of(args: Any, shape: ModelShape) -> int:
+    """Optimizer state per parameter; as for Adam with fp32 state where the optimizer's is not known."""
+    plain = args.optimizer == "adam" and not args.use_precision_aware_optimizer
+    return adam_bytes(shape.parameter_bytes) if plain else ADAM_BYTES
 
 
 def _padded_vocab_size(args: Any) -> int:

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hotspa_megatron.hooks import arguments, cpu
+from hotspa_megatron.hooks import arguments, compat, cpu
 from hotspa_megatron.planning import plan_file, profile_file
-from hotspa_megatron.planning.execution import recomputed_share
+from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
 from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, Hardware, described_device, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.search import plan_strategies
@@ -56,7 +56,8 @@ class Job:
 
     @property
     def mark(self) -> str:
-        said = repr((arguments.shape_of(self.args), str(arguments.home_of(self.args))))
+        home, recompute = arguments.home_of(self.args), arguments.recompute_of(self.args)
+        said = repr((arguments.shape_of(self.args), str(home), str(recompute)))
         return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
@@ -105,7 +106,7 @@ def _kept(job: Job, say: Say) -> str | None:
         return None
     found = _MARK.search(text)
     if found is None or found[1] != job.mark:
-        say(f"{job.path} is of a job with another model or other parallel sizes: planning anew")
+        say(f"{job.path} is of a job with another model, parallel sizes or recomputation: planning anew")
         return None
     say(f"--hotspa-config auto: using {job.path} of an earlier run; remove it to plan anew")
     return text
@@ -115,12 +116,9 @@ def _plan(job: Job, hardware: Hardware, say: Say) -> str:
     args = job.args
     home, shape = arguments.home_of(args), arguments.shape_of(args)
     lengths, source = _lengths(args)
-    share = recomputed_share(
-        args.recompute_granularity,
-        args.recompute_method,
-        args.recompute_num_layers,
-        layers_of_a_stage=shape.num_layers / (home.pp * home.vpp),
-    )
+    given = arguments.recompute_of(args)
+    # Home's is the command line's, which cannot change any more; the other strategies may have less, or more.
+    share = given.share(shape.num_layers / (home.pp * home.vpp))
     planned = plan_strategies(
         lengths,
         shape=shape,
@@ -128,13 +126,15 @@ def _plan(job: Job, hardware: Hardware, say: Say) -> str:
         world_size=args.world_size,
         sequences_per_step=args.global_batch_size,
         home=home,
-        # Home's is the command line's, which cannot change any more.
-        recompute=(share,),
+        home_recompute=share,
+        recompute=sorted({*RECOMPUTE_SHARES, share}),
+        vpp=VIRTUAL_STAGES if compat.interleaves() else (1,),
+        optimizer_bytes=arguments.optimizer_bytes_of(args, shape),
     )
     text = plan_file.as_yaml(
         planned,
         num_layers=shape.num_layers,
-        selective=args.recompute_granularity == "selective",
+        given=given,
         head=(
             f"For job {job.mark}: made by --hotspa-config auto on {date.today()}; a resumed run uses it again.",
             f"{args.world_size} ranks of {hardware.name}, {source}, {args.global_batch_size} sequences per step.",

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from hotspa_megatron.config import ResolvedConfig
-from hotspa_megatron.hooks import cpu
+from hotspa_megatron.hooks import arguments, cpu
 from hotspa_megatron.hooks.auto import cached_profile
 from hotspa_megatron.hooks.model import LogicalModel
-from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.planning.hardware import Hardware, described_device, load_hardware
 from hotspa_megatron.planning.step_plan import StepCosts, StepPlanner
 from hotspa_megatron.planning.step_time import StepEstimator, resolved_costs
@@ -56,17 +55,12 @@ def decide_estimator(
     if dist.get_rank() == 0:
         decided = [hardware_here()[0].with_nodes_of(topology.gpus_per_node)]
     dist.broadcast_object_list(decided, src=0)
-    recompute, layers = _recompute(args), _home_layers(logical)
+    recompute, layers = arguments.recompute_of(args), _home_layers(logical)
     return lambda: StepEstimator(resolved, decided[0], planner, recompute=recompute, home_layers=layers)
 
 
 def _costs_on(hardware: Hardware, args: Any, resolved: ResolvedConfig, logical: LogicalModel) -> StepCosts:
-    return resolved_costs(resolved, hardware, recompute=_recompute(args), home_layers=_home_layers(logical))
-
-
-def _recompute(args: Any) -> Recompute:
-    """What the command line recomputes."""
-    return Recompute.of_flags(args.recompute_granularity, args.recompute_method, args.recompute_num_layers)
+    return resolved_costs(resolved, hardware, recompute=arguments.recompute_of(args), home_layers=_home_layers(logical))
 
 
 def _home_layers(logical: LogicalModel) -> list[list[int]]:

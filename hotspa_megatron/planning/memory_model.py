@@ -23,6 +23,12 @@ from hotspa_megatron.strategy import Strategy, layers_by_stage, stage_layers
 ADAM_BYTES: Final = 12
 """Optimizer state per bf16 parameter: fp32 master copy and both moments."""
 
+
+def adam_bytes(parameter_bytes: int) -> int:
+    """Adam's state per parameter of so many bytes: fp32 parameters are their own master copy."""
+    return ADAM_BYTES if parameter_bytes == 2 else ADAM_BYTES - 4
+
+
 _KEPT: Final = 1.14
 """What is kept beside the tensors counted, as a factor: workspaces, statistics, dropout-free residual copies.
 

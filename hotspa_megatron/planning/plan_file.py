@@ -14,10 +14,10 @@ from hotspa_megatron.strict_yaml import one_line
 _GIB: Final = 2**30
 
 
-def as_yaml(planned: PlannedRun, *, num_layers: int, selective: bool, head: Sequence[str]) -> str:
+def as_yaml(planned: PlannedRun, *, num_layers: int, given: Recompute, head: Sequence[str]) -> str:
     """The file's text; ``head`` becomes comments before all else.
 
-    ``selective``: the command line recomputes selectively, which strategies that recompute no layer then do, too.
+    ``given``: what the command line recomputes. Where that is selective, strategies that recompute no layer do so, too.
     """
     static = planned.static.execution
     lines = [
@@ -31,15 +31,14 @@ def as_yaml(planned: PlannedRun, *, num_layers: int, selective: bool, head: Sequ
         lines.append("strategies:")
     for choice, held in zip(planned.groups[:-1], planned.held, strict=False):
         strategy = choice.execution.strategy
-        again = recompute_of(choice.execution, num_layers=num_layers, selective=selective)
+        again = recompute_of(choice.execution, num_layers=num_layers, selective=given.granularity == "selective")
         lines += [
             f"  - max_length: {choice.max_length}  # {kind_of(choice, planned)} {choice.execution}, {_memory(held)}",
             f"    tp: {strategy.tp}",
             f"    cp: {strategy.cp}",
             f"    pp: {strategy.pp}",
             *([f"    vpp: {strategy.vpp}"] if strategy.pp > 1 else []),
-            f"    recompute: {again.granularity}",
-            *([] if again.layers is None else [f"    recompute_layers: {again.layers}"]),
+            *_recompute_lines(again, indent=4),
             f"    tokens_per_microbatch: {choice.tokens_per_microbatch}",
         ]
     home = planned.home.execution.strategy
@@ -48,9 +47,19 @@ def as_yaml(planned: PlannedRun, *, num_layers: int, selective: bool, head: Sequ
         f"  tp: {home.tp}",
         f"  cp: {home.cp}",
         f"  pp: {home.pp}",
+        *([f"  vpp: {home.vpp}"] if home.pp > 1 else []),
+        *_recompute_lines(home_recompute_of(planned.home.execution, num_layers=num_layers, given=given), indent=2),
         f"  tokens_per_microbatch: {planned.home.tokens_per_microbatch}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def home_recompute_of(execution: Execution, *, num_layers: int, given: Recompute) -> Recompute:
+    """What home recomputes: to the word what the command line says, where that is the share that was chosen."""
+    strategy = execution.strategy
+    if given.share(num_layers / (strategy.pp * strategy.vpp)) == execution.recompute:
+        return given
+    return recompute_of(execution, num_layers=num_layers, selective=False)
 
 
 def recompute_of(execution: Execution, *, num_layers: int, selective: bool) -> Recompute:
@@ -60,6 +69,13 @@ def recompute_of(execution: Execution, *, num_layers: int, selective: bool) -> R
     strategy = execution.strategy
     # Of uneven stages the fullest: the others then recompute no smaller share.
     return Recompute.of_share(execution.recompute, -(-num_layers // (strategy.pp * strategy.vpp)))
+
+
+def _recompute_lines(recompute: Recompute, *, indent: int) -> list[str]:
+    lines = [f"recompute: {recompute.granularity}"]
+    if recompute.layers is not None:
+        lines.append(f"recompute_layers: {recompute.layers}")
+    return [" " * indent + line for line in lines]
 
 
 def kind_of(choice: GroupChoice, planned: PlannedRun) -> str:
