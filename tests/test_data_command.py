@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     assert written.err.startswith("hotspa: ")
     assert written.err.count("\n") == 1
     return written.err
+
+
+class HalfInstalled(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        raise RuntimeError("numpy.core failed")
 
 
 # ------------------------------------------------------------------------------------------------------------- lengths
@@ -88,8 +94,11 @@ def test_lengths_refuses_what_it_cannot_use(
     assert "nothing.idx: No such file" in fails(capsys, "data", "lengths", tmp_path / "nothing")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install matplotlib" in fails(capsys, *lengths, "--plot", tmp_path / "x.png")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", HalfInstalled("matplotlib.figure"))
+    assert "matplotlib cannot be imported (numpy.core failed)" in fails(capsys, *lengths, "--plot", tmp_path / "x.png")
     monkeypatch.undo()
     pytest.importorskip("matplotlib")
+    assert "--plot: '' names no file" in fails(capsys, *lengths, "--plot", "")
     assert "--plot" in fails(capsys, *lengths, "--plot", tmp_path / "nowhere" / "x.png")
     assert "not supported" in fails(capsys, *lengths, "--plot", tmp_path / "x.nothing")
 

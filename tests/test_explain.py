@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from hotspa_megatron.cli import charts
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.timeline import SpanShown, rows_of
+from hotspa_megatron.planning import cost_model
 from hotspa_megatron.planning.communicators import GROUP_MB, PAIR_MB, GroupMemory, Groups, count_groups, group_memory
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.step_time import Activity, Span
@@ -302,6 +304,47 @@ def test_a_step_is_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert said.err.startswith("hotspa: --plot: ") and said.err.count("\n") == 1 and not said.out
 
 
+def test_the_flag_of_this_package_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = explained(tmp_path, capsys, GOOD, "--world-size", "8", "--", *GPT, "--hotspa-config", "hotspa.yaml")
+    assert described["world_size"] == 8
+
+
+def test_a_step_plans_no_move_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are shown, and no others."""
+    planned: list[object] = []
+    plan = cost_model.plan_reshard
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        planned.append(arguments)
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(cost_model, "plan_reshard", counted)
+    counts = []
+    for more in ([], ["--lengths", "wikipedia", "--sequences", "16"]):
+        assert main(["explain", str(write(tmp_path, THREE)), "--world-size", "8", *more, "--", *GPT]) == 0
+        counts.append(len(planned))
+        planned.clear()
+    assert counts == [6, 6]
+
+
+def test_a_drawing_of_hundreds_of_ranks_can_be_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    saved: list[Any] = []
+    save = figure_module.Figure.savefig
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda self, path: (saved.append(self), save(self, path)))
+    drawing = tmp_path / "step.png"
+    for ranks, labelled in ((8, 8), (32, 32), (300, 30)):
+        rows = {str(rank): [("1 tp1", 0.0, 1.0 + rank)] for rank in range(ranks)}
+        charts.save_spans(str(drawing), title=r"$\nonsense{ and $HOME", rows=rows)
+        (axes,) = saved[-1].axes
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert len(labels) == labelled and labels[0] == "rank 0"
+        assert axes.get_title() == r"$\nonsense{ and $HOME"
+        assert len(axes.collections) == ranks
+        heights = [label.get_window_extent() for label in axes.get_yticklabels()]
+        assert all(above.y0 >= below.y1 for above, below in itertools.pairwise(heights)), "labels touch each other"
+
+
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", str(write(tmp_path, GOOD)), "--world-size", "8", "--", *GPT]) == 0
     said = capsys.readouterr()
@@ -413,6 +456,17 @@ def test_bad_files_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.Captu
             "--plot: it draws a step, and there is none to draw; add --lengths",
         ),
         (["explain", "FILE", "--hardware", "B1"], "--hardware: 'B1' is not known"),
+        (
+            ["explain", "FILE", "--lengths", "wikipedia", "--sequences", "8", "--plot", "", "--", *GPT],
+            "--plot: '' names no file",
+        ),
+        (
+            ["explain", "FILE", "--", *GPT, "--tensor-model-paralel-size", "4"],
+            "--tensor-model-paralel-size: not an argument of Megatron's; did you mean --tensor-model-parallel-size?",
+        ),
+        (["explain", "FILE", "--jso"], "unrecognized arguments: --jso"),
+        (["data", "check", "FILE", "--jso"], "unrecognized arguments: --jso"),
+        (["doctor", "--jso"], "unrecognized arguments: --jso"),
     ],
 )
 def test_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
+
+from hotspa_megatron.cli import options
+
+_MOST_LABELS: Final = 32
+"""Rows that can be labelled without one label touching the next."""
+
+
+def check(path: str) -> None:
+    """Refuse a file that none of these charts could be saved to; ``ValueError`` before the work for it."""
+    figure, _ = _figure(width=8.0)
+    target, known = options.writable(path, flag="--plot"), sorted(figure.canvas.get_supported_filetypes())
+    if target.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot: {path}: its ending is not supported; write one of .{', .'.join(known)}")
 
 
 def save_bars(path: str, *, title: str, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
@@ -26,6 +39,26 @@ def save_lines(path: str, *, title: str, series: Mapping[str, Sequence[float]]) 
     _save(figure, axes, path, title)
 
 
+def save_shares(
+    path: str,
+    *,
+    title: str,
+    edges: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    limits: Sequence[float],
+) -> None:
+    """One histogram per name, of shares in percent between ascending lengths; a line at each limit. Logarithmic."""
+    figure, axes = _figure(width=8.0)
+    for name, shares in series.items():
+        axes.stairs(shares, edges, fill=True, alpha=0.5, label=name)
+    for limit in limits:
+        axes.axvline(limit, color="black", linewidth=0.5, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("length (input positions)")
+    axes.set_ylabel("share per bar (%)")
+    _save(figure, axes, path, title)
+
+
 def save_spans(path: str, *, title: str, rows: Mapping[str, Sequence[tuple[str, float, float]]]) -> None:
     """One bar per row, the first on top, of (name, start, duration) in ms; a colour per name."""
     figure, axes = _figure(width=10.0)
@@ -39,7 +72,8 @@ def save_spans(path: str, *, title: str, rows: Mapping[str, Sequence[tuple[str, 
                     pieces, (place - 0.45, 0.9), color=f"C{names.index(name)}", label=None if drawn else name
                 )
                 drawn = True
-    axes.set_yticks(range(len(rows)), [f"rank {label}" for label in rows], fontsize=8)
+    every = -(-len(rows) // _MOST_LABELS)
+    axes.set_yticks(range(0, len(rows), every), [f"rank {label}" for label in rows][::every], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     _save(figure, axes, path, title, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the bars, not on them
@@ -55,7 +89,7 @@ def _figure(*, width: float) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, axes: Any, path: str, title: str, **legend: Any) -> None:
-    axes.set_title(title)
+    axes.set_title(title, parse_math=False)  # it has the user's own words in it
     axes.legend(**legend)
     try:
         figure.savefig(path)

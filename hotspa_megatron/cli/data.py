@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from hotspa_megatron.cli import tables
+from hotspa_megatron.cli import charts, tables
 from hotspa_megatron.cli.options import numbers
 from hotspa_megatron.planning.data_check import check_data
 from hotspa_megatron.planning.lengths import GroupShare, LengthHistogram, read_index
@@ -60,7 +60,7 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
         "--groups", default=_GROUPS, metavar="N,N", help=f"limits of length groups (default {_GROUPS})"
     )
     lengths.add_argument("--seq-length", type=int, metavar="N", help="split what is longer, as training does")
-    lengths.add_argument("--plot", type=Path, metavar="FILE", help="draw the histogram into FILE.png, .pdf or .svg")
+    lengths.add_argument("--plot", metavar="FILE", help="draw the histogram into FILE.png, .pdf or .svg")
     lengths.add_argument("--json", action="store_true", help="print JSON; lengths in tokens, shares as fractions")
     lengths.set_defaults(run=_run_lengths)
     check = actions.add_parser(
@@ -86,6 +86,8 @@ def _refuse_megatron_arguments(megatron_arguments: Sequence[str]) -> None:
 def _run_lengths(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
     _refuse_megatron_arguments(megatron_arguments)
     limits = numbers(arguments.groups, flag="--groups", rising=True)
+    if arguments.plot is not None:
+        charts.check(arguments.plot)
     histogram = LengthHistogram.from_index(arguments.prefix)
     if arguments.seq_length is not None:
         if arguments.seq_length < 1:
@@ -139,31 +141,20 @@ def _print_lengths(histogram: LengthHistogram, groups: Sequence[GroupShare], pre
     tables.say(console, "Length: input positions, one less than tokens. Sequences without a target are not counted.")
 
 
-def _plot(histogram: LengthHistogram, limits: Sequence[int], path: Path, *, title: str) -> None:
-    """Shares of sequences and of tokens by length, on a logarithmic axis."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+def _plot(histogram: LengthHistogram, limits: Sequence[int], path: str, *, title: str) -> None:
+    """Shares of sequences and of tokens by length."""
     edges = np.unique(np.geomspace(int(histogram.lengths[0]), histogram.longest + 1, 61).round())
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    series = {}
     for name, weights in (("sequences", histogram.counts), ("tokens", histogram.counts * histogram.lengths)):
         shares, _ = np.histogram(histogram.lengths, bins=edges, weights=weights / weights.sum())
-        axes.stairs(100 * shares, edges, fill=True, alpha=0.5, label=name)
-    for limit in limits:
-        if limit <= histogram.longest:
-            axes.axvline(limit, color="black", linewidth=0.5, linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("length (input positions)")
-    axes.set_ylabel("share per bar (%)")
-    axes.set_title(f"{title}: {histogram.sequences:,} sequences")
-    axes.legend()
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-        raise ValueError(f"--plot {path}: {reason}") from None
+        series[name] = (100 * shares).tolist()
+    charts.save_shares(
+        path,
+        title=f"{title}: {histogram.sequences:,} sequences",
+        edges=edges.tolist(),
+        series=series,
+        limits=[limit for limit in limits if limit <= histogram.longest],
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- check

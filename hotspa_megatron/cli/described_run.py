@@ -134,8 +134,8 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
 
 
 def check_flags(arguments: Sequence[str]) -> None:
-    """Refuse a flag that Megatron's own parser does not have."""
-    known = _known_flags()
+    """Refuse a flag that neither Megatron's own parser nor this package has."""
+    known = _known_flags() | {_OURS}
     for argument in arguments:
         flag = argument.split("=", 1)[0]
         if flag.startswith("--") and flag not in known:

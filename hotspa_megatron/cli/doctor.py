@@ -33,7 +33,13 @@ examples:
   hotspa doctor -- $GPT_ARGS
       also flags of Megatron's that do not go together with this package
 """
-_REQUIRED: Final = (("torch", "torch"), ("megatron-core", "megatron"), ("numpy", "numpy"), ("PyYAML", "yaml"))
+_REQUIRED: Final = (
+    ("torch", "torch"),
+    ("megatron-core", "megatron"),
+    ("numpy", "numpy"),
+    ("PyYAML", "yaml"),
+    ("rich", "rich"),
+)
 _OPTIONAL: Final = (
     ("transformer-engine", "transformer_engine", "context parallelism on GPUs by Megatron's own attention"),
     ("flash-attn", "flash_attn", "packed attention by its own kernels"),
@@ -233,7 +239,7 @@ def _flags(arguments: Sequence[str], environment: Mapping[str, str]) -> Iterator
     if not arguments:
         return
     try:
-        check_flags([argument for argument in arguments if argument.split("=", 1)[0] != FLAG])
+        check_flags(arguments)
         line = read_command_line(arguments, world_size=None)
     except ValueError as error:
         yield Finding(

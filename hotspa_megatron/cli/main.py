@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
-from hotspa_megatron.cli import bench, data, doctor, explain, plan, profile, report, simulate, verify
-from hotspa_megatron.strict_yaml import one_line
-
+_NEEDED: Final = (("numpy", "numpy"), ("PyYAML", "yaml"), ("rich", "rich.console"))
+"""Distributions that every subcommand needs, and what is imported of them. This file alone imports without them."""
+_SOMETIMES: Final = ("torch", "megatron")
+"""What some subcommands import when they run."""
 _LONGEST_MESSAGE: Final = 1200
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with an error on one line instead of a usage block before it."""
+    """argparse without abbreviations, and with an error on one line instead of a usage block before it."""
+
+    def __init__(self, **options: Any) -> None:
+        # Its subparsers are of this class, too. A mistyped flag must not be taken for another that begins like it.
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{_line(f'{self.prog}: {message}')}; see {self.prog} --help\n")
@@ -23,12 +29,31 @@ class _Parser(argparse.ArgumentParser):
 
 def _line(message: str) -> str:
     """A message on one line that can be read, whatever was given stands in it: line breaks, 100 KB."""
+    from hotspa_megatron.strict_yaml import one_line
+
     text = one_line(message)
     return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}..."
 
 
+def _missing() -> str | None:
+    """What keeps every subcommand from running, and the fix; None where nothing does."""
+    for name, module in _NEEDED:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # half an installation fails in any way
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            return f"{name} cannot be imported ({said}); pip install {name}, or mend its installation"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code."""
+    if (problem := _missing()) is not None:
+        print(f"hotspa: {problem}", file=sys.stderr)
+        return 2
+    # Not before: they import what was looked for.
+    from hotspa_megatron.cli import bench, data, doctor, explain, plan, profile, report, simulate, verify
+
     given = list(sys.argv[1:] if argv is None else argv)
     # What follows the first "--" is another program's command line, which argparse must not look into.
     split = given.index("--") if "--" in given else len(given)
@@ -50,6 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except ValueError as error:
         print(_line(f"hotspa: {error}"), file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] not in _SOMETIMES:
+            raise
+        print(_line(f"hotspa: {error}, which this command needs; see hotspa doctor"), file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader, `head` perhaps, has seen enough; rich, too, exits with 1 then. Without this Python would complain

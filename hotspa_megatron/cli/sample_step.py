@@ -14,11 +14,10 @@ from rich.console import Console
 from hotspa_megatron.cli import charts, tables
 from hotspa_megatron.cli.timeline import SpanShown, print_timeline, rows_of, symbol_of
 from hotspa_megatron.config import ResolvedConfig
-from hotspa_megatron.planning.execution import Recompute
-from hotspa_megatron.planning.hardware import Hardware
+from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.step_plan import StepPlan, StepPlanner
-from hotspa_megatron.planning.step_time import Activity, RunModel, Span, resolved_model, step_costs
+from hotspa_megatron.planning.step_time import Activity, GroupChoice, RunModel, Span, step_costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +60,16 @@ class StepShown:
 def sample_step(
     resolved: ResolvedConfig,
     histogram: LengthHistogram,
-    hardware: Hardware,
+    model: CostModel,
+    groups: Sequence[GroupChoice],
     *,
     sequences: int,
     seed: int,
-    recompute: Recompute,
 ) -> StepShown:
-    """Plan a step of so many documents (the pieces of one that is split count as it); ``ValueError`` where none fits."""
+    """Plan a step of so many documents (the pieces of one that is split count as it); ``ValueError`` where none fits.
+
+    ``model``, ``groups``: of the configuration, as ``step_time.resolved_model`` makes them.
+    """
     config, limit = resolved.config, resolved.shape.seq_length
     if config.samples == "megatron":
         raise ValueError(
@@ -88,7 +90,6 @@ def sample_step(
         for length, count in zip(drawn.lengths.tolist(), drawn.counts.tolist(), strict=True)
         for _ in range(count)
     ]
-    model, groups = resolved_model(resolved, hardware, recompute=recompute)
     costs = step_costs(model, [choice.execution for choice in groups])
     planner = StepPlanner.from_resolved(resolved, costs, merge=config.merge == "auto")
     plan = planner.plan(lengths)
@@ -115,7 +116,7 @@ def sample_step(
             )
         )
     return StepShown(
-        hardware=hardware.name,
+        hardware=model.hardware.name,
         sequences=len(lengths),
         tokens=sum(lengths),
         padding=1 - sum(lengths) / sum(each.computed_tokens for each in segments),

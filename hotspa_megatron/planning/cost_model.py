@@ -209,21 +209,26 @@ class CostModel:
     def switch_plan(self, home: Strategy, before: Strategy | None, guest: Strategy) -> ReshardPlan:
         """How a guest is materialised out of home's parameters and those of the guest that ran before (None: none)."""
         sources = (home,) if before is None else (home, before)
-        return plan_reshard(
+        plan = plan_reshard(
             [self.memory.layout(each) for each in sources],
             self.memory.layout(guest),
             itemsize=self.shape.parameter_bytes,
             topology=self.topology,
         )
+        self._switches.setdefault(self._switch_key(home, before, guest), self.reshard_time(plan))
+        return plan
 
     def switch_seconds(self, home: Strategy, before: Strategy | None, guest: Strategy) -> float:
         """Time of ``switch_plan``."""
-        home, guest = self._plain(home), self._plain(guest)
-        before = None if before is None else self._plain(before)
-        key = (home, before, guest)
+        key = self._switch_key(home, before, guest)
         if key not in self._switches:
-            self._switches[key] = self.reshard_time(self.switch_plan(home, before, guest))
+            self.switch_plan(*key)
         return self._switches[key]
+
+    def _switch_key(
+        self, home: Strategy, before: Strategy | None, guest: Strategy
+    ) -> tuple[Strategy, Strategy | None, Strategy]:
+        return self._plain(home), None if before is None else self._plain(before), self._plain(guest)
 
     def chain_switch_seconds(self, before: Strategy, after: Strategy) -> float:
         """Time of a switch as HotSPa does it: out of the layout before alone, every receiver straight from a holder."""
@@ -238,19 +243,21 @@ class CostModel:
 
     def fold_plan(self, guest: Strategy, home: Strategy) -> ReshardPlan:
         """How a guest's finished gradients get to the ranks that own them at home."""
-        return plan_reshard(
+        plan = plan_reshard(
             [self.memory.layout(guest)],
             self._owned(home),
             itemsize=self.shape.gradient_bytes,
             topology=self.topology,
             two_phase=False,
         )
+        self._folds.setdefault((self._plain(guest), self._plain(home)), self.reshard_time(plan))
+        return plan
 
     def fold_seconds(self, guest: Strategy, home: Strategy) -> float:
         """Time of ``fold_plan``."""
         key = self._plain(guest), self._plain(home)
         if key not in self._folds:
-            self._folds[key] = self.reshard_time(self.fold_plan(guest, home))
+            self.fold_plan(guest, home)
         return self._folds[key]
 
     def reshard_time(self, plan: ReshardPlan) -> float:
