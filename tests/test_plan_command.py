@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import importlib.util
+import io
 import json
 import os
 import resource
@@ -18,7 +19,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hotspa_megatron.cli import charts, described_run, doctor
+from hotspa_megatron.cli import charts, described_run, doctor, progress, simulate
+from hotspa_megatron.cli import options as options_module
 from hotspa_megatron.cli.described_run import check_flags, recompute_of, without
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import read_command_line
@@ -76,6 +78,28 @@ def test_the_file_is_one_that_a_job_takes(tmp_path: Path, capsys: pytest.Capture
     comments = [text for text in path.read_text().splitlines() if text.startswith("#")]
     assert "not measured" in " ".join(comments) and "static" in " ".join(comments)
     assert " ".join(said["megatron_flags"]) in " ".join(comments)
+
+
+def test_what_memory_rules_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of it in JSON; in the table how many as what, and the nearest."""
+    hardware, path = tmp_path / "small.yaml", tmp_path / "hotspa.yaml"
+    text = (Path(described_run.__file__).parents[1] / "planning" / "hardware" / "l40s-pcie.yaml").read_text()
+    hardware.write_text(text.replace("value: 46068", "value: 22000"))
+    options = ["--hardware", str(hardware), "--world-size", "8", "--lengths", "wikipedia", "-o", str(path), "--force"]
+    assert plan(*options, "--json") == 0
+    said = json.loads(capsys.readouterr().out)
+    for refused in said["refused"]:
+        assert refused["needed"] > refused["limit"] == said["groups"][0]["memory"]["limit"]
+        assert "GiB" in refused["reason"] and Strategy.parse(refused["strategy"].split()[0])
+    assert plan(*options) == 0
+    printed = capsys.readouterr().out
+    table = printed[printed.index("Ruled out by memory") :].splitlines()
+    for kind in ("home", "guest"):
+        needed = {each["strategy"]: each["needed"] for each in said["refused"] if each["kind"] == kind}
+        (line,) = (line for line in table if line.startswith(kind))
+        nearest = min(needed.values())
+        assert line.split()[1] == str(len(needed)) and f" {nearest / 2**30:.1f} " in line
+        assert any(strategy in line for strategy, bytes_ in needed.items() if bytes_ == nearest)
 
 
 def test_it_says_which_batch_keeps_the_tokens_of_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -475,7 +499,73 @@ def test_a_run_is_simulated_to_a_table_json_and_csv(tmp_path: Path, capsys: pyte
         rows = list(csv.DictReader(file))
     assert [float(row["hotspa_s"]) for row in rows] == [step["hotspa_s"] for step in said["steps"]]
     assert main(["simulate", *options, "--", *MODEL, *BATCH]) == 0
-    assert "modelled" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "modelled" in printed
+    table = [line for line in printed[printed.index("beside other systems") :].splitlines() if "x  " in line]
+    names = ["static", "home, unpacked", "ours", "hybrid CP", "dynamic CP", "ceiling"]
+    fields = ["static_s", "home_unpacked_s", "hotspa_s", "hybrid_cp_s", "dynamic_cp_s", "ceiling_s"]
+    assert set(said["means"]) == set(fields)
+    for line, name, field in zip(table, names, fields, strict=True):
+        mean, ours = said["means"][field], said["means"]["hotspa_s"]
+        assert line.startswith(name) and line.removeprefix(name).split()[:2] == [f"{mean:.3f}", f"{mean / ours:.2f}x"]
+    assert said["means"]["hotspa_s"] == pytest.approx(sum(step["hotspa_s"] for step in said["steps"]) / 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--seed", "-3"], "--seed: -3 is not a seed"),
+        (["--csv", "nowhere/steps.csv"], "--csv: nowhere/steps.csv: No such file or directory"),
+        (["--csv", ""], "--csv: '' names no file"),
+        (["--csv", "."], "--csv: .: Is a directory"),
+        (["--plot", "nowhere/steps.png"], "--plot: nowhere/steps.png: No such file or directory"),
+        (["--plot", "steps.xyz"], "--plot: steps.xyz: its ending is not supported; write one of ."),
+    ],
+)
+@pytest.mark.parametrize("suite", [False, True])
+def test_what_cannot_be_used_or_written_is_said_before_the_work(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    options: list[str],
+    says: str,
+    suite: bool,
+) -> None:
+    if "--plot" in options:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan_strategies", "run_suite"):
+        monkeypatch.setattr(simulate, name, lambda *_, **__: pytest.fail("the work had begun"))
+    own = ["--suite", "a800", *options] if suite else [*CLUSTER, *options, "--", *MODEL, *BATCH]
+    assert main(["simulate", *own]) == 2
+    assert says in one_line(capsys)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_is_kept_until_there_is_something_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "steps.csv"
+    path.write_text("kept")
+    assert options_module.writable(str(path), flag="--csv") == path and path.read_text() == "kept"
+    assert options_module.writable(str(tmp_path / "new.csv"), flag="--csv") and list(tmp_path.iterdir()) == [path]
+    assert options_module.writable("/dev/null", flag="--csv") == Path("/dev/null")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+) -> None:
+    stderr = Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress.waiting("thinking"):
+        pass
+    assert list(progress.counted(iter("ab"), what="letters", total=2)) == ["a", "b"]
+    assert ("thinking" in stderr.getvalue() and "letters" in stderr.getvalue()) == terminal
+    assert bool(stderr.getvalue()) == terminal and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(

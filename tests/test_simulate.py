@@ -8,9 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hotspa_megatron.planning.baselines import hotspa_rules, hotspa_table, hybrid_context, static_first_fit
+from hotspa_megatron.planning.baselines import (
+    hotspa_rules,
+    hotspa_table,
+    hybrid_context,
+    one_sequence_each,
+    static_first_fit,
+)
 from hotspa_megatron.planning.cost_model import CostModel
-from hotspa_megatron.planning.execution import legal_executions
+from hotspa_megatron.planning.execution import Execution, legal_executions
 from hotspa_megatron.planning.hardware import load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram
@@ -20,11 +26,13 @@ from hotspa_megatron.planning.simulate import (
     Setting,
     Suite,
     load_suite,
+    other_systems,
     read_suite,
     run_cell,
     run_suite,
     simulate_run,
 )
+from hotspa_megatron.strategy import Strategy
 from hotspa_megatron.strict_yaml import ConfigError
 
 SUITE = load_suite("a800")
@@ -180,6 +188,38 @@ def test_a_run_is_planned_step_by_step() -> None:
     again = list(simulate_run(planned, histogram, **run, seed=7))  # type: ignore[arg-type]
     other = list(simulate_run(planned, histogram, **run, seed=8))  # type: ignore[arg-type]
     assert steps == again != other
+
+
+def test_a_run_stands_beside_what_others_do_with_its_sequences() -> None:
+    histogram = LengthHistogram.wikipedia(size=10_000)
+    shape, hardware = replace(KNOWN_MODELS["llama-7b"], seq_length=16384), load_hardware("a800-80")
+    planned = plan_strategies(histogram, shape=shape, hardware=hardware, world_size=8, sequences_per_step=64)
+    run = {"shape": shape, "hardware": hardware, "steps": 2, "sequences_per_step": 64}
+    steps = list(simulate_run(planned, histogram, **run, seed=7))  # type: ignore[arg-type]
+    others = other_systems(planned, histogram, **run, seed=7)  # type: ignore[arg-type]
+    ours = sum(step.time.total for step in steps) / 2
+    assert others.hybrid_cp_s is not None and others.dynamic_cp_s is not None
+    assert others.ceiling_s < others.dynamic_cp_s < others.hybrid_cp_s < others.home_unpacked_s
+    assert others.ceiling_s < ours < others.hybrid_cp_s
+    # Of the very steps that are simulated.
+    drawn = [histogram.limited(16384, "split").sample(64, seed=seed) for seed in (7, 8)]
+    assert [step.tokens for step in steps] == [int(batch.sum()) for batch in drawn]
+    model = CostModel(replace(shape, sequence_parallel=True), hardware, 8)
+    assert others.ceiling_s == sum(model.ceiling(batch) for batch in drawn) / 2
+    assert others.dynamic_cp_s == hybrid_context(model, drawn, max_tp=8, packed=True)
+    # Where no rank could hold a sequence, Megatron's has no time rather than a wrong one.
+    small = other_systems(planned, histogram, **{**run, "hardware": replace(hardware, memory_mib=20_000)}, seed=7)  # type: ignore[arg-type]
+    assert small.hybrid_cp_s is None and small.dynamic_cp_s is None and small.ceiling_s == others.ceiling_s
+
+
+def test_virtual_stages_shorten_the_baselines_pipeline_too() -> None:
+    setting = setting_of("llama-7b", 8, 4096, "wikipedia")
+    model, batches = model_of(setting), SUITE.batches(setting)
+    plain, virtual = (
+        one_sequence_each(model, Execution(strategy=Strategy.from_world(8, tp=1, cp=1, pp=4, vpp=vpp)), batches)
+        for vpp in (1, 2)
+    )
+    assert virtual < plain
 
 
 @pytest.mark.parametrize(

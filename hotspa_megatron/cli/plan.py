@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hotspa_megatron.cli import described_run, tables
-from hotspa_megatron.cli.charts import save_bars
+from hotspa_megatron.cli import charts, described_run, progress, tables
 from hotspa_megatron.cli.described_run import DescribedRun
 from hotspa_megatron.cli.hotspa_table import HotSPaTable
 from hotspa_megatron.cli.megatron_args import read_command_line
@@ -24,9 +23,12 @@ from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
 from hotspa_megatron.planning.home_flags import FlagChange
 from hotspa_megatron.planning.plan_file import home_recompute_of, kind_of
 from hotspa_megatron.planning.search import PlannedRun, plan_strategies
+from hotspa_megatron.strategy import Kind
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+
+    from rich.console import Console
 
 _EPILOG: Final = """\
 examples:
@@ -38,6 +40,8 @@ examples:
 Times and memory are modelled from the cluster's description, not measured. `hotspa explain` checks what was written.
 """
 _GIB: Final = 2**30
+_NEAREST: Final = 3
+"""Of what memory rules out, so many of each kind are shown."""
 _LEFT: Final = ("lengths", "strategy", "kind")
 
 
@@ -86,26 +90,29 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         raise ValueError(f"--output: {path}: {error.strerror}") from None
     if there and not arguments.force:
         raise ValueError(f"--output: {path} is there already; give another name, or --force")
+    if arguments.plot is not None:
+        charts.check(arguments.plot)
     described = described_run.read_run(arguments, megatron_arguments)
     if arguments.table:
         _write_table(arguments, described, path)
         return
-    planned = plan_strategies(
-        described.histogram,
-        shape=described.shape,
-        hardware=described.hardware,
-        world_size=described.world_size,
-        sequences_per_step=described.sequences_per_step,
-        home=described.line.home if arguments.keep_home else None,
-        recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
-        vpp=VIRTUAL_STAGES,
-        max_tp=described_run.whole("--max-tp", arguments.max_tp) if arguments.max_tp else None,
-        max_cp=described_run.whole("--max-cp", arguments.max_cp) if arguments.max_cp else None,
-        optimizer_bytes=described.optimizer_bytes,
-    )
+    with progress.waiting("choosing strategies"):
+        planned = plan_strategies(
+            described.histogram,
+            shape=described.shape,
+            hardware=described.hardware,
+            world_size=described.world_size,
+            sequences_per_step=described.sequences_per_step,
+            home=described.line.home if arguments.keep_home else None,
+            recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
+            vpp=VIRTUAL_STAGES,
+            max_tp=described_run.whole("--max-tp", arguments.max_tp) if arguments.max_tp else None,
+            max_cp=described_run.whole("--max-cp", arguments.max_cp) if arguments.max_cp else None,
+            optimizer_bytes=described.optimizer_bytes,
+        )
     text = as_yaml(planned, described)
     _check(text, _change(planned, described), described, path)
-    if arguments.plot:  # first, as it is what more can go wrong with
+    if arguments.plot is not None:  # first, as it is what more can go wrong with
         _plot(arguments.plot, planned)
     _write(path, text)
     if arguments.json:
@@ -225,8 +232,15 @@ def _described(planned: PlannedRun, described: DescribedRun, path: Path) -> dict
             for choice, held in zip(planned.groups, planned.held, strict=True)
         ],
         "conflicts": [row.line for row in conflicts(described.arguments)],
-        "refused_as_home": [
-            {"strategy": str(refusal.execution), "reason": refusal.reason} for refusal in planned.refused
+        "refused": [
+            {
+                "strategy": str(refusal.execution),
+                "kind": refusal.kind,
+                "needed": refusal.needed,
+                "limit": refusal.limit,
+                "reason": refusal.reason,
+            }
+            for refusal in planned.refused
         ],
     }
 
@@ -271,20 +285,31 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
     if described.line.optimizer_note is not None:
         tables.say(console, f"Counted as Adam with fp32 state; {described.line.optimizer_note} may take other memory.")
     if planned.refused:
-        first = planned.refused[0]
-        tables.say(
-            console,
-            f"{len(planned.refused)} strategies do not hold the longest sequence; {first.execution}: {first.reason}. "
-            "--json lists all.",
-        )
+        _print_refused(planned, console)
     for row in conflicts(described.arguments):
         tables.say(console, f"A job with these arguments would not start: {row.line}")
     tables.say(console, f"Assumed, without a source: {', '.join(described.hardware.assumed) or 'nothing'}.")
     tables.say(console, f"Wrote {path}.")
 
 
+def _print_refused(planned: PlannedRun, console: Console) -> None:
+    """How many executions memory rules out as what, and those that lack least."""
+    shown = tables.table("as", "ruled out", "nearest", "needs GiB", "limit", left=("as", "nearest"))
+    for kind in Kind:
+        ruled_out = sorted((each for each in planned.refused if each.kind is kind), key=lambda each: each.needed)
+        for place, refusal in enumerate(ruled_out[:_NEAREST]):
+            tables.row(
+                shown,
+                *((str(kind), len(ruled_out)) if place == 0 else ("", "")),
+                refusal.execution,
+                f"{refusal.needed / _GIB:.1f}",
+                f"{refusal.limit / _GIB:.1f}",
+            )
+    tables.print_table(console, "Ruled out by memory (--json lists all, with what takes it)", shown)
+
+
 def _plot(path: str, planned: PlannedRun) -> None:
-    save_bars(
+    charts.save_bars(
         path,
         title="Seconds per step (modelled)",
         labels=["whole step", "switch", "fold", "reductions", "optimizer"],

@@ -12,11 +12,18 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from hotspa_megatron.cli import described_run, tables
-from hotspa_megatron.cli.charts import save_bars, save_lines
+from hotspa_megatron.cli import charts, described_run, options, progress, tables
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
 from hotspa_megatron.planning.search import plan_strategies
-from hotspa_megatron.planning.simulate import Cell, SimulatedStep, load_suite, run_suite, simulate_run, suite_names
+from hotspa_megatron.planning.simulate import (
+    Cell,
+    SimulatedStep,
+    load_suite,
+    other_systems,
+    run_suite,
+    simulate_run,
+    suite_names,
+)
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -26,7 +33,7 @@ examples:
   hotspa simulate --suite a800
       HotSPa's 32 settings on A800 nodes: best static, ours, HotSPa's tables, hybrid and dynamic context parallelism
   hotspa simulate --hardware h100 --world-size 64 --lengths wikipedia --steps 20 -- $GPT_ARGS
-      the steps of one run under the strategies that `hotspa plan` would choose
+      the steps of one run under the strategies that `hotspa plan` would choose, and what other systems would take
 
 Everything is modelled from published and assumed numbers; nothing is run. Relative figures are worth more than seconds.
 """
@@ -38,6 +45,16 @@ _SYSTEMS: Final = (
     ("hybrid CP", "hybrid_cp_s"),
     ("dynamic CP", "dynamic_cp_s"),
     ("ceiling", "ceiling_s"),
+)
+
+
+_MEANS: Final = (
+    ("static", "static_s", "the best strategy, packed alike"),
+    ("home, unpacked", "home_unpacked_s", "the home of ours, one sequence per micro-batch"),
+    ("ours", "hotspa_s", "length groups"),
+    ("hybrid CP", "hybrid_cp_s", "Megatron's hybrid context parallelism, one sequence per micro-batch, as in its code"),
+    ("dynamic CP", "dynamic_cp_s", "the ideal of it, packed, that nobody schedules"),
+    ("ceiling", "ceiling_s", "the kernels alone"),
 )
 
 
@@ -63,7 +80,12 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
 
 
 def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
-    """Simulate and print; ``ValueError`` for bad input."""
+    """Simulate and print; ``ValueError`` for bad input, before the work where that can be."""
+    options.seed(arguments.seed)
+    if arguments.csv is not None:
+        options.writable(arguments.csv, flag="--csv")
+    if arguments.plot is not None:
+        charts.check(arguments.plot)
     if arguments.suite is None:
         _run_steps(arguments, megatron_arguments)
         return
@@ -75,11 +97,11 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         raise ValueError(f"--suite: says all of model, cluster and lengths; remove {what}")
     suite = load_suite(arguments.suite)
     jobs = described_run.whole("--jobs", arguments.jobs) if arguments.jobs else os.cpu_count() or 1
-    cells = list(run_suite(suite, jobs=jobs))
+    cells = list(progress.counted(run_suite(suite, jobs=jobs), what="settings", total=len(suite.settings)))
     if arguments.csv:
         _write_csv(arguments.csv, [_flat(cell) for cell in cells])
     if arguments.plot:
-        save_bars(
+        charts.save_bars(
             arguments.plot,
             title=f"Seconds per step over the kernels' own time, {suite.hardware.name} (modelled)",
             labels=[f"{cell.model[6:]}@{cell.gpus} {cell.context // 1024}K {cell.data[:4]}" for cell in cells],
@@ -130,40 +152,56 @@ def _print_suite(cells: Sequence[Cell], hardware: str, assumed: Sequence[str]) -
 
 def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> None:
     described_run.require(arguments)
+    count = described_run.whole("--steps", arguments.steps, most=described_run.MOST_COUNTED)
     described = described_run.read_run(arguments, megatron_arguments)
-    planned = plan_strategies(
+    with progress.waiting("choosing strategies"):
+        planned = plan_strategies(
+            described.histogram,
+            shape=described.shape,
+            hardware=described.hardware,
+            world_size=described.world_size,
+            sequences_per_step=described.sequences_per_step,
+            recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
+            vpp=VIRTUAL_STAGES,
+            optimizer_bytes=described.optimizer_bytes,
+        )
+    simulated = simulate_run(
+        planned,
         described.histogram,
         shape=described.shape,
         hardware=described.hardware,
-        world_size=described.world_size,
+        steps=count,
         sequences_per_step=described.sequences_per_step,
-        recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
-        vpp=VIRTUAL_STAGES,
-        optimizer_bytes=described.optimizer_bytes,
+        seed=arguments.seed,
     )
-    steps = list(
-        simulate_run(
+    steps = list(progress.counted(simulated, what="steps", total=count))
+    with progress.waiting("other systems"):
+        others = other_systems(
             planned,
             described.histogram,
             shape=described.shape,
             hardware=described.hardware,
-            steps=described_run.whole("--steps", arguments.steps, most=described_run.MOST_COUNTED),
+            steps=count,
             sequences_per_step=described.sequences_per_step,
             seed=arguments.seed,
+            optimizer_bytes=described.optimizer_bytes,
         )
-    )
+    ours = statistics.fmean(step.time.total for step in steps)
+    static = statistics.fmean(step.static.total for step in steps)
+    means: dict[str, float | None] = {"static_s": static, "hotspa_s": ours, **asdict(others)}
     rows = [_step_row(step) for step in steps]
     if arguments.csv:
         _write_csv(arguments.csv, rows)
     if arguments.plot:
-        save_lines(
+        charts.save_lines(
             arguments.plot,
             title=f"Seconds per step on {described.world_size} x {described.hardware.name} (modelled)",
             series={"static": [step.static.total for step in steps], "ours": [step.time.total for step in steps]},
         )
     groups = [f"<={choice.max_length} {choice.execution}" for choice in planned.groups]
     if arguments.json:
-        print(json.dumps({"groups": groups, "static": str(planned.static.execution), "steps": rows}, indent=2))
+        said = {"groups": groups, "static": str(planned.static.execution), "steps": rows, "means": means}
+        print(json.dumps(said, indent=2))
         return
     console = tables.console()
     shown = tables.table("step", "tokens", "segments", "static s", "ours s", "gain", "switch s", "fold s", left=())
@@ -183,6 +221,12 @@ def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str])
     tables.print_table(console, f"{described.world_size} x {described.hardware.name} (modelled)", shown)
     tables.say(console, f"ours: {'; '.join(groups)}")
     tables.say(console, f"static: {planned.static.execution}, with the same packing")
+    shown = tables.table("system", "s", "over ours", "", left=("system", ""))
+    for name, field, what in _MEANS:
+        value = means[field]
+        cells = ("-", "-") if value is None else (f"{value:.3f}", f"{value / ours:.2f}x")
+        tables.row(shown, name, *cells, what)
+    tables.print_table(console, "Seconds per step beside other systems, means over these steps (modelled)", shown)
 
 
 def _step_row(step: SimulatedStep) -> dict[str, object]:

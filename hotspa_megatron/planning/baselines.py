@@ -122,7 +122,7 @@ def _rows_seconds(model: CostModel, execution: Execution, tokens: Seconds, squar
     strategy = execution.strategy
     each = np.asarray(model.stage_time(execution).seconds(tokens, squares))
     ranks = np.pad(each, (0, -len(each) % strategy.dp)).reshape(-1, strategy.dp).sum(axis=0)
-    busy = float(ranks.max() + (strategy.pp - 1) * each.max())
+    busy = float(ranks.max() + (strategy.pp - 1) * each.max() / strategy.vpp)
     last = float(each.mean())
     return busy + model.home_reduction(strategy, last=last) + model.optimizer_seconds(strategy)
 

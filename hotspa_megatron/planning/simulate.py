@@ -22,10 +22,12 @@ from hotspa_megatron.planning.baselines import (
     one_sequence_each,
     static_first_fit,
 )
+from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import VIRTUAL_STAGES, Execution, legal_executions
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram, Lengths
+from hotspa_megatron.planning.memory_model import ADAM_BYTES
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.search import Models, PlannedRun, plan_batches
 from hotspa_megatron.planning.step_time import GroupChoice, RunModel, StepTime
@@ -90,6 +92,19 @@ class Cell:
     switch_fraction: float
     static: str
     groups: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherSystems:
+    """Seconds per step of others with a run's sequences, means over its steps; None where one cannot run.
+
+    Fields as of ``Cell``; ``home_unpacked_s`` is of the plan's home.
+    """
+
+    home_unpacked_s: float
+    hybrid_cp_s: float | None
+    dynamic_cp_s: float | None
+    ceiling_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,9 +190,7 @@ def run_cell(suite: Suite, setting: Setting) -> Cell:
         max_tp=setting.max_tp,
         vpp=VIRTUAL_STAGES,
     )
-    model = Models(shape, suite.hardware, setting.gpus).under(
-        Strategy.from_world(setting.gpus, tp=min(2, setting.gpus), cp=1, pp=1)
-    )
+    model = _with_tensor_parallelism(Models(shape, suite.hardware, setting.gpus))
     table = hotspa_table(setting.model, setting.gpus, setting.context)
     unpacked = tables = None
     if table is not None:
@@ -199,7 +212,7 @@ def run_cell(suite: Suite, setting: Setting) -> Cell:
         hotspa_tables_s=tables,
         hybrid_cp_s=_finite(hybrid_context(model, batches, max_tp=setting.max_tp, packed=False)),
         dynamic_cp_s=_finite(hybrid_context(model, batches, max_tp=setting.max_tp, packed=True)),
-        ceiling_s=sum(model.ceiling(batch) for batch in batches) / len(batches),
+        ceiling_s=_ceiling(model, batches),
         switch_fraction=(planned.time.switch + planned.time.fold) / planned.time.total,
         static=str(planned.static.execution),
         groups=described(planned.groups),
@@ -219,11 +232,10 @@ def simulate_run(
     """Steps of a run under a plan: sequences drawn from the corpus, each step planned as the run would plan it."""
     home = planned.home.execution.strategy
     world = home.world_size
-    fitting = histogram.limited(shape.seq_length, "split")
     ours = RunModel(Models(shape, hardware, world).under(home), planned.groups)
     static = RunModel(Models(shape, hardware, world).under(planned.static.execution.strategy), (planned.static,))
-    for step in range(steps):
-        batch = fitting.sample(sequences_per_step, seed=seed + step)
+    batches = _batches(histogram, shape, steps=steps, sequences_per_step=sequences_per_step, seed=seed)
+    for step, batch in enumerate(batches):
         plan = ours.planner.plan(batch)
         yield SimulatedStep(
             step=step + 1,
@@ -233,6 +245,50 @@ def simulate_run(
             static=static.step(batch),
             segments=len(plan.segments),
         )
+
+
+def other_systems(
+    planned: PlannedRun,
+    histogram: LengthHistogram,
+    *,
+    shape: ModelShape,
+    hardware: Hardware,
+    steps: int,
+    sequences_per_step: int,
+    seed: int,
+    optimizer_bytes: int = ADAM_BYTES,
+) -> OtherSystems:
+    """What others would take for the steps of ``simulate_run`` with the same arguments."""
+    home = planned.home.execution
+    models = Models(shape, hardware, home.strategy.world_size, optimizer_bytes=optimizer_bytes)
+    model = _with_tensor_parallelism(models)
+    batches = list(_batches(histogram, shape, steps=steps, sequences_per_step=sequences_per_step, seed=seed))
+    max_tp = min(hardware.gpus_per_node, home.strategy.world_size)
+    return OtherSystems(
+        home_unpacked_s=one_sequence_each(models.under(home.strategy), home, batches),
+        hybrid_cp_s=_finite(hybrid_context(model, batches, max_tp=max_tp, packed=False)),
+        dynamic_cp_s=_finite(hybrid_context(model, batches, max_tp=max_tp, packed=True)),
+        ceiling_s=_ceiling(model, batches),
+    )
+
+
+def _batches(
+    histogram: LengthHistogram, shape: ModelShape, *, steps: int, sequences_per_step: int, seed: int
+) -> Iterator[Lengths]:
+    """A run's mini-batches, drawn step by step."""
+    fitting = histogram.limited(shape.seq_length, "split")
+    for step in range(steps):
+        yield fitting.sample(sequences_per_step, seed=seed + step)
+
+
+def _with_tensor_parallelism(models: Models) -> CostModel:
+    """The model for systems whose tp is not settled: one under which sequence parallelism, where given, is on."""
+    world = models.world_size
+    return models.under(Strategy.from_world(world, tp=min(2, world), cp=1, pp=1))
+
+
+def _ceiling(model: CostModel, batches: Sequence[Lengths]) -> float:
+    return sum(model.ceiling(batch) for batch in batches) / len(batches)
 
 
 def described(groups: Sequence[GroupChoice]) -> tuple[str, ...]:
