@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hotspa_megatron.cli import tables
-from hotspa_megatron.cli.described_run import MOST_COUNTED, recompute_of, whole, whole_of
+from hotspa_megatron.cli import charts, options, tables
+from hotspa_megatron.cli.described_run import MOST_COUNTED, check_flags, recompute_of, whole, whole_of
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.moves import moves_between, print_moves
 from hotspa_megatron.cli.sample_step import StepShown, plot_step, print_step, sample_step
 from hotspa_megatron.config import HotSPaConfig, ResolvedConfig, ResolvedStrategy, load_config, resolve
 from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning.communicators import ASSUMPTION, GroupMemory, Groups, count_groups
-from hotspa_megatron.planning.execution import Recompute
-from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, Hardware, hardware_names, load_hardware
+from hotspa_megatron.planning.cost_model import CostModel
+from hotspa_megatron.planning.hardware import UNKNOWN_DEVICE, hardware_names, load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.param_layout import gpt_parameters, model_layout
-from hotspa_megatron.planning.step_time import resolved_model
+from hotspa_megatron.planning.step_time import GroupChoice, resolved_model
 from hotspa_megatron.strategy import Kind
 
 if TYPE_CHECKING:
@@ -104,6 +104,8 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     hardware = load_hardware(arguments.hardware)  # whether or not a step is planned with it: a wrong name is one
     if arguments.plot is not None and arguments.lengths is None:
         raise ValueError("--plot: it draws a step, and there is none to draw; add --lengths")
+    if arguments.plot is not None:
+        charts.check(arguments.plot)
     if not megatron_arguments:
         if arguments.world_size is not None:
             raise ValueError("--world-size: has no meaning without Megatron's arguments; add them behind --")
@@ -113,6 +115,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         if not arguments.json:
             _print_file(config)
     else:
+        check_flags(megatron_arguments)
         line = read_command_line(megatron_arguments, world_size=_world_size(arguments.world_size))
         recompute = recompute_of(megatron_arguments)
         resolved = resolve(config, shape=line.shape, home=line.home, recompute=recompute)
@@ -126,7 +129,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         described |= {"hardware": hardware.name, "moves": [asdict(move) for move in moves]}
         step = None
         if arguments.lengths is not None:
-            step = _step(arguments, resolved, hardware, megatron_arguments, recompute)
+            step = _step(arguments, resolved, model, choices, megatron_arguments)
             if arguments.plot is not None:
                 plot_step(arguments.plot, step, source=arguments.lengths)
             described["step"] = asdict(step)
@@ -144,9 +147,9 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
 def _step(
     arguments: argparse.Namespace,
     resolved: ResolvedConfig,
-    hardware: Hardware,
+    model: CostModel,
+    choices: Sequence[GroupChoice],
     megatron_arguments: Sequence[str],
-    recompute: Recompute,
 ) -> StepShown:
     given = arguments.sequences
     if given is None:
@@ -155,15 +158,13 @@ def _step(
         sequences = whole("--sequences", given, most=MOST_COUNTED)
     if sequences is None:
         raise ValueError("--sequences: missing, and the command line has no --global-batch-size; give one of them")
-    if arguments.seed < 0:
-        raise ValueError(f"--seed: {arguments.seed} is not a seed; write a whole number of at least 0")
     return sample_step(
         resolved,
         LengthHistogram.named(arguments.lengths),
-        hardware,
+        model,
+        choices,
         sequences=sequences,
-        seed=arguments.seed,
-        recompute=recompute,
+        seed=options.seed(arguments.seed),
     )
 
 
