@@ -5,9 +5,10 @@
 #   scripts/gpu_check.sh --help     this text
 #
 # Steps: 1 kernels that pack, unpack and add, beside the bandwidth of a plain copy; 2 a move at world size 1 over NCCL;
-# 3 moves and folds of four ranks that share the GPU; 4 prefetch on a side stream beside a matrix product; 5 the tests
-# marked gpu, trainings last: what this machine lacks for one is said where it is skipped, and the tests that the time
-# did not reach are named at the end (exit code 124). Without a CUDA device it says so and ends with 0: nothing was checked.
+# 3 moves and folds of four ranks that share the GPU; 4 prefetch on a side stream beside a matrix product; 5 `hotspa
+# profile` of one rank, and whether plans can read it; 6 the tests marked gpu, trainings last: what this machine lacks for
+# one is said where it is skipped, and the tests that the time did not reach are named at the end (exit code 124). Without
+# a CUDA device it says so and ends with 0: nothing was checked.
 # PYTHON: the interpreter, one that has torch for CUDA (default: .venv's); trainings need Megatron, too.
 # LIMIT: seconds for all steps (430); what runs then is interrupted, and has 45 more to end.
 set -euo pipefail
@@ -50,7 +51,11 @@ step() {
 }
 
 step 'moves and folds' "$python" scripts/gpu_check.py
-# Here: step 'profile' hotspa profile ..., once it is wanted in this run.
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+step 'profile of one rank' "$python" -m hotspa_megatron.cli.main profile --ranks 1 --output "$folder/profile.yaml"
+step 'the profile, read as plans read it' "$python" -c \
+    'import sys; from hotspa_megatron.planning.hardware import load_hardware; load_hardware(sys.argv[1])' "$folder/profile.yaml"
 
 # Named, as pytest would sort them: the quick ones first.
 tests=(tests/test_transport.py)
@@ -61,8 +66,7 @@ else
 fi
 marked=("$python" -m pytest -m gpu -p no:cacheprovider "${tests[@]}")
 mapfile -t wanted < <("${marked[@]}" -q --collect-only | grep ::)
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
+log=$folder/tests.log
 code=0
 step 'tests marked gpu' "${marked[@]}" -v | tee "$log" || code=$?
 if ((code == 124 || code == 137)); then

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import configparser
 import functools
 import re
 import shlex
@@ -222,12 +223,18 @@ def known_to(program: str, arguments: list[str]) -> None:
         if word.startswith("-"):
             assert word in options, f"{program} {arguments[0]}: {word} is not an option"
         elif program == "pip":
-            assert (REPOSITORY / word).is_file() if before == "-r" else (REPOSITORY / word / "setup.cfg").is_file(), (
-                word
-            )
+            there = (REPOSITORY / word).is_file() if before == "-r" else (REPOSITORY / word / "setup.cfg").is_file()
+            assert there or (before != "-r" and word in needed()), word
         elif program == "docker" and (before == "--rm" or not before.startswith("-")):
             tags = re.findall(r"\btag=([\w-]+)", (REPOSITORY / "scripts" / "build_image.sh").read_text())
             assert word in tags, f"no image {word}; build_image.sh makes {tags}"
+
+
+def needed() -> list[str]:
+    """Distributions that the package needs, by their names."""
+    metadata = configparser.ConfigParser()
+    metadata.read(REPOSITORY / "setup.cfg")
+    return re.findall(r"^[\w-]+", metadata["options"]["install_requires"], re.MULTILINE)
 
 
 def under_sbatch(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,6 +315,8 @@ def test_commands_name_what_there_is(fence: Fence, folder: Path, monkeypatch: py
         "CHECKPOINT=/data sbatch scripts/slurm/pretrain_gpt_hotspa.sbatch --hotspa-config hotspa.yaml $GPT_ARGS",
         "pip install --nodeps .",
         "pip install docs",
+        "pip install ritch",
+        "pip install --require-hashes -r rich",
         "pip install --require-hashes -r requirements/none.txt",
         "docker build .",
         "docker run --remove hotspa-megatron-cpu",

@@ -8,6 +8,7 @@ GPU image gets the CPU image's, with torch; MEGATRON_LM_PATH names the checkout 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ import pytest
 from tests.lint import assert_clean
 from tests.spawn import REPOSITORY
 from tests.test_megatron_lm import release_of
+from tests.test_patches import PATCHES, make_checkout
 from tests.training import arguments, on_mock_data, printed_losses
 
 BUILD = REPOSITORY / "scripts" / "build_image.sh"
@@ -54,6 +56,66 @@ def test_the_gpu_image_takes_megatron_and_apex_as_arguments() -> None:
     assert re.search(r"^ARG BASE_IMAGE=nvcr\.io/nvidia/pytorch:\d\d\.\d\d-py3$", text, re.MULTILINE)
     assert re.search(r"^ARG MEGATRON_TAG=core_v\d+\.\d+\.\d+$", text, re.MULTILINE)
     assert re.search(r"^ARG APEX_REF=$", text, re.MULTILINE)
+
+
+def test_the_gpu_image_has_what_its_scripts_need(tmp_path: Path) -> None:
+    """What is copied, and nothing else, patches a checkout."""
+    copied = re.findall(
+        r"^COPY ([^-].*) (/opt/hotspa_megatron/\S*)$", (REPOSITORY / "docker" / "Dockerfile").read_text(), re.MULTILINE
+    )
+    for sources, target in copied:
+        place = tmp_path / target.removeprefix("/opt/")
+        for source in map(REPOSITORY.joinpath, sources.split()):
+            if source.is_dir():
+                shutil.copytree(source, place)
+            else:
+                place.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, place)
+    checkout = make_checkout(tmp_path / "Megatron-LM", PATCHES[-1])
+    script = tmp_path / "hotspa_megatron" / "scripts" / "apply_patches.sh"
+    done = subprocess.run(["bash", script, checkout, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def health_command(name: str) -> list[str]:
+    text = (REPOSITORY / "docker" / name).read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^HEALTHCHECK .*?\bCMD (\[.*\])$", text, re.MULTILINE)
+    words: list[str] = json.loads(command)
+    return words
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_the_health_check_runs_and_can_fail(name: str, tmp_path: Path) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "bash").symlink_to("/bin/bash")
+    hotspa = Path(sys.executable).with_name("hotspa")
+
+    def healthy() -> bool:
+        # As a container's runtime does it: found on PATH, started without a shell.
+        first, *words = health_command(name)
+        found = shutil.which(first, path=str(programs))
+        if found is None:
+            return False
+        done = subprocess.run(
+            [found, *words], env={"PATH": str(programs)}, capture_output=True, timeout=60, check=False
+        )
+        return done.returncode == 0
+
+    def put(program: str, text: str) -> None:
+        (programs / program).unlink(missing_ok=True)
+        (programs / program).write_text(text)
+        (programs / program).chmod(0o755)
+
+    put("nvidia-smi", "#!/bin/bash\n[[ $* == -L ]]\n")
+    assert not healthy()  # there is no hotspa yet
+    put("hotspa", f'#!/bin/bash\nexec {hotspa} "$@"\n')
+    assert healthy()
+    put("hotspa", "#!/bin/bash\nexit 1\n")
+    assert not healthy()
+    put("hotspa", f'#!/bin/bash\nexec {hotspa} "$@"\n')
+    put("nvidia-smi", "#!/bin/bash\nexit 9\n")  # the driver is gone, of which the CPU image knows nothing
+    assert healthy() == (name == "Dockerfile.cpu")
 
 
 # ----------------------------------------------------------------------------------------------------------- the builder

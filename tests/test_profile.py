@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from hotspa_megatron.cli import profile
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.planning import profile_file
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
@@ -66,6 +68,47 @@ def test_a_description_that_the_reader_refuses_is_not_written(tmp_path: Path) ->
     with pytest.raises(ValueError, match="nothing is left"):
         profile_file.write(tmp_path / "bad.yaml", text)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_takes_longer_than_a_measurement_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ((slow, quick),) = run_ranks(counted_runs, 1)
+    assert (slow, quick) == (2, 2 + calibration._FEWEST)  # the first is not counted
+
+
+def counted_runs(rank: int, world_size: int) -> tuple[int, int]:
+    """Runs of what takes longer than a measurement, and of what takes half of one."""
+    calibration._SLICE_S = 0.6  # type: ignore[misc]
+    calibrator = calibration._Calibrator(torch.device("cpu"), world_size, lambda _: None)
+    counts = []
+    for seconds in (0.7, 0.3):
+        runs: list[None] = []
+        calibrator._time(lambda runs=runs, seconds=seconds: (runs.append(None), time.sleep(seconds)))  # type: ignore[misc]
+        counts.append(len(runs))
+    return counts[0], counts[1]
+
+
+def is_never_done(channel: Any, backend: str | None) -> None:
+    channel.send("memory")
+    while True:
+        channel.send("layers")
+        time.sleep(1)
+
+
+def test_it_ends_in_time_whatever_a_measurement_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The limit is for all of it: every message comes soon enough here."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(profile, "_measure_on_this_rank", is_never_done)
+    monkeypatch.setattr(profile, "_LIMIT_S", 8.0)
+    began = time.monotonic()
+    with pytest.raises(SystemExit) as ended:
+        main(["profile", "--ranks", "1", "--output", str(tmp_path / "here.yaml")])
+    assert ended.value.code == 1 and time.monotonic() - began < 30
+    *said, last = capsys.readouterr().err.splitlines()
+    assert said[:2] == ["  measuring memory", "  measuring layers"]
+    assert last.startswith("hotspa: profile: not done within 8 s, after which it was still measuring layers; nothing")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -526,6 +526,25 @@ def test_the_gpu_check_keeps_to_its_time_and_names_what_it_did_not_reach(
     assert [line for line in done.stdout.splitlines() if line.startswith("gpu_check: ")] == said
 
 
+def test_the_gpu_check_profiles_and_reads_the_profile(tmp_path: Path) -> None:
+    """With this interpreter for the reading: a profile that is one passes, another ends the run before the tests."""
+    python = tmp_path / "python"
+    good = ROOT / "hotspa_megatron" / "planning" / "hardware" / "h100.yaml"
+    for written, code in ((f"cp {good}", 0), ("echo 'memory_mib: none' >", 1), ("exit 3; echo", 3)):
+        python.write_text(f"""#!/usr/bin/env bash
+            case "$*" in
+                '-m hotspa_megatron.cli.main profile --ranks 1 --output '*) {written} "${{@: -1}}" ;;
+                *load_hardware*) exec {sys.executable} "$@" ;;
+                *--collect-only*) echo '::a' ;;
+                *pytest*-v) echo '::a PASSED' ;;
+            esac
+            """)
+        python.chmod(0o755)
+        done = shell(ROOT / "scripts" / "gpu_check.sh", PYTHON=str(python), LIMIT="60")
+        assert done.returncode == code, (done.stdout, done.stderr)
+        assert ("all steps passed" in done.stdout) == (code == 0)
+
+
 def _gpu_check_on_cpu(rank: int, world_size: int, broken: bool) -> str:
     import contextlib
     import io

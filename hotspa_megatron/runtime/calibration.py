@@ -25,7 +25,7 @@ _MIB: Final = 1 << 20
 _SMALL: Final = 1 << 12
 """Bytes of an exchange whose time is its latency."""
 _SLICE_S: Final = 1.0
-"""Seconds that one measurement takes, unless the fewest repetitions take longer."""
+"""Seconds that one measurement takes, unless the fewest repetitions take longer; what takes longer by itself is timed once."""
 _FEWEST: Final = 3
 _CPU_MARGIN_MIB: Final = 256
 _GPU_MARGIN_SHARE: Final = 0.06
@@ -275,6 +275,8 @@ class _Calibrator:
         self._wait()
         # Ranks that time alone, too, keep each other busy all the time.
         once = self._largest(time.perf_counter() - started)
+        if once > _SLICE_S:
+            return once
         count = max(_FEWEST, min(200, math.ceil(_SLICE_S / max(once, 1e-6))))
         block = max(1, count // 10) if together is None or self._device.type == "cuda" else 1
         times = []
