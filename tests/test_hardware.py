@@ -50,6 +50,12 @@ def test_what_is_assumed_is_said() -> None:
     assert not {"gemm_efficiency", "attention_efficiency", "layer_overhead_us", "memory_mib"} & set(hardware.assumed)
 
 
+def test_communicators_take_memory_on_devices_alone() -> None:
+    hardware = load_hardware("a800-80")
+    assert [hardware.communicator_bytes(ranks) for ranks in (2, 3, 4, 512)] == [544 << 20, *[688 << 20] * 3]
+    assert load_hardware("cpu-gloo").communicator_bytes(8) == 0
+
+
 def test_efficiency_is_interpolated_and_held_at_the_ends() -> None:
     hardware = load_hardware("a800-80")
     at = {hidden: hardware.gemm_flops(hidden) for hidden in (1024, 4096, 4608, 5120, 16384)}
@@ -71,6 +77,7 @@ def test_efficiency_is_interpolated_and_held_at_the_ends() -> None:
         ("[4096, 0.678], [5120, 0.724]", "[5120, 0.678], [4096, 0.724]", "rising"),
         ("[4096, 0.678]", "[4096]", "not a pair"),
         ("[[1, 1077], ", "[", "must start at tp 1"),
+        ("[[2, 544], ", "[", "must start at 2 ranks"),
         ("card_latency_us:", "card_latency:", "did you mean"),
         ('value: 20, assumed: "80 %', 'value: 0, assumed: "80 %', "above 0"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,6 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hotspa_megatron.config import SwitchConfig
+from hotspa_megatron.planning import communicators, memory_model
+from hotspa_megatron.planning.communicators import added_sizes, group_memory
+from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import Execution, legal_executions, recomputed_share
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
@@ -17,7 +22,8 @@ from hotspa_megatron.planning.legality import tp_problem
 from hotspa_megatron.planning.memory_model import MemoryModel
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.param_layout import gpt_parameters
-from hotspa_megatron.strategy import Strategy
+from hotspa_megatron.runtime.transport import GLOO_PACE, NCCL_PACE
+from hotspa_megatron.strategy import Kind, Strategy
 from tests.layouts import layout, model_shape
 
 A800 = load_hardware("a800-80")
@@ -96,9 +102,118 @@ def test_a_guest_holds_its_own_storage_beside_homes() -> None:
     held = memory.held(Execution(strategy=guest), home, 4096)
     at_home = memory.held(Execution(strategy=home), home, 4096)
     assert held.home_resident == at_home.parameters + at_home.gradients + at_home.optimizer
-    assert held.optimizer == 0 and held.switching > 0 and at_home.home_resident == 0
+    assert held.optimizer == 0 and held.communicators > 0 and at_home.home_resident == at_home.communicators == 0
     sibling = memory.held(Execution(strategy=strategy(16, tp=4, cp=2)), home, 4096)
     assert (sibling.parameters, sibling.optimizer, sibling.home_resident) == (at_home.parameters, at_home.optimizer, 0)
+
+
+def test_communicators_that_strategies_add_count_together_and_once() -> None:
+    home = strategy(32, tp=2, cp=8)
+    siblings = [strategy(32, tp=2, cp=cp) for cp in (1, 2, 4)]
+    shown = group_memory(home, [(each, Kind.SIBLING) for each in siblings])
+    memory = MemoryModel(SHAPE, A800, 32)
+    for index, each in enumerate([home, *siblings]):
+        others = [*siblings[: index - 1], *siblings[index:]] if index else siblings
+        held = memory.held(Execution(strategy=each), home, 4096, others)
+        assert held.communicators == shown.added_mb * 2**20 == 5360 * 2**20
+        assert held.total == held.parameters + held.gradients + held.optimizer + held.activations + held.communicators
+    assert 0 < memory.held(Execution(strategy=siblings[1]), home, 0).communicators < shown.added_mb * 2**20
+    assert memory.held(Execution(strategy=home), home, 4096).communicators == 0
+    on_cpu = MemoryModel(SHAPE, load_hardware("cpu-gloo"), 32)
+    assert on_cpu.held(Execution(strategy=home), home, 4096, siblings).communicators == 0
+
+
+@st.composite
+def strategies_of_16(draw: st.DrawFn) -> Strategy:
+    tp, cp, pp = draw(
+        st.sampled_from([each for each in itertools.product((1, 2, 4, 8), repeat=3) if math.prod(each) <= 16])
+    )
+    return strategy(16, tp=tp, cp=cp, pp=pp)
+
+
+@settings(deadline=None)
+@given(home=strategies_of_16(), others=st.lists(strategies_of_16(), max_size=4))
+def test_no_rank_gets_more_communicators_than_the_first(home: Strategy, others: list[Strategy]) -> None:
+    def groups(strategies: list[Strategy]) -> set[tuple[int, ...]]:
+        return set().union(*communicators._by_axes(strategies).values())
+
+    added = groups([home, *others]) - groups([home])
+    per_rank = [sorted(len(group) for group in added if rank in group) for rank in range(16)]
+    guests = any(not each.same_layout(home) for each in others)
+    most = max(per_rank, key=lambda sizes: sum(544 if size == 2 else 688 for size in sizes))
+    assert sorted([*most, 16] if guests else most) == list(added_sizes(home, others))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize(
+    ("home", "guest"),
+    [
+        (strategy(8, tp=4), strategy(8, tp=2)),
+        (strategy(8, tp=8), strategy(8)),
+        (strategy(8), strategy(8, tp=4)),
+        (strategy(8), strategy(8, tp=2, pp=4)),
+        (strategy(8, pp=4), strategy(8, tp=8)),
+        (strategy(16, tp=8, pp=2), strategy(16, tp=2)),
+        (strategy(16, tp=4, pp=2), strategy(16, tp=2, pp=2)),
+    ],
+)
+def test_a_fold_keeps_what_its_real_plan_keeps(home: Strategy, guest: Strategy, distributed: bool) -> None:
+    shape = replace(SHAPE, num_layers=8, distributed_optimizer=distributed)
+    model = CostModel(shape, A800, home.world_size)
+    plan = model.fold_plan(guest, home)
+    kept = []
+    for rank in range(home.world_size):
+        (phase,) = plan.for_rank(rank).phases
+        sent = (phase.sends[first].cells for first in set(phase.packed_as))
+        cells = [*itertools.chain(*sent), *phase.copies, *itertools.chain(*(each.cells for each in phase.receives))]
+        kept.append(shape.gradient_bytes * sum(math.prod(cell.shape) for cell in cells))
+    modelled = max(model.memory.fold_bytes(guest, home, stage) for stage in range(home.pp))
+    assert 0.85 * max(kept) <= modelled <= 1.25 * max(kept)
+
+
+def test_folds_under_way_wait_beside_the_groups_that_follow() -> None:
+    home, guest, other = strategy(8, tp=4), strategy(8, tp=2), strategy(8, tp=2, pp=2)
+    memory = MemoryModel(SHAPE, A800, 8)
+    fold = memory.fold_bytes(guest, home, 0)
+    sibling = strategy(8, tp=4, cp=2)
+    assert fold > 0 and memory.fold_bytes(sibling, home, 0) == memory.fold_bytes(home, home, 0) == 0
+    for each in (home, sibling):
+        assert memory.held(Execution(strategy=each), home, 8192, [guest]).transfers == fold
+        assert memory.held(Execution(strategy=each), home, 8192, [guest, guest]).transfers == 2 * fold
+    # A guest's own moves come before and after its activations.
+    full = memory.held(Execution(strategy=guest), home, 65536, [other])
+    empty = memory.held(Execution(strategy=guest), home, 0, [other])
+    waiting = memory.fold_bytes(other, home, 0)
+    assert full.transfers == waiting < empty.transfers
+    chunks = 2 * SwitchConfig.chunk_mb * 2**20
+    before = SHAPE.parameter_bytes * max(memory.numels(other))
+    assert empty.transfers == waiting + max(chunks + before, fold)
+
+
+def test_buffers_are_those_that_a_job_takes() -> None:
+    assert GLOO_PACE.buffer == memory_model._GLOO_CHUNK_BYTES
+    assert min(NCCL_PACE.buffer, SwitchConfig.chunk_mb << 20) == memory_model._CHUNK_BYTES
+    home, guest, shape = strategy(4, tp=2), strategy(4), model_shape()
+    empty = MemoryModel(shape, load_hardware("cpu-gloo"), 4).held(Execution(strategy=guest), home, 0)
+    assert empty.transfers == 2 * GLOO_PACE.buffer and empty.communicators == 0
+
+
+@pytest.mark.parametrize("mebibytes", [256, 1024])
+def test_small_memory_has_room_for_a_guest_of_a_small_model(mebibytes: int) -> None:
+    cpu = load_hardware("cpu-gloo")
+    cpu = replace(cpu, memory_mib=mebibytes + cpu.reserved_mib + cpu.margin_mib)
+    memory = MemoryModel(model_shape(), cpu, 4)
+    assert memory.capacity(Execution(strategy=strategy(4)), strategy(4, tp=2)) > 1024
+
+
+@pytest.mark.parametrize("axes", [{"tp": 4}, {"tp": 4, "cp": 2}, {"tp": 2}, {"tp": 2, "pp": 2}])
+def test_full_at_the_limit_beside_a_plans_other_strategies(axes: dict[str, int]) -> None:
+    home, others = strategy(16, tp=4), [strategy(16, tp=8), strategy(16, tp=4, cp=4)]
+    memory, execution = MemoryModel(SHAPE, A800, 16), Execution(strategy=strategy(16, **axes))
+    capacity = memory.capacity(execution, home, others)
+    assert memory.held(execution, home, capacity, others).fits
+    assert not memory.held(execution, home, capacity + 8, others).fits
+    assert capacity < memory.capacity(execution, home)
 
 
 @pytest.mark.parametrize("axes", [{"tp": 4}, {"pp": 4}, {"tp": 2, "cp": 2, "pp": 2}])

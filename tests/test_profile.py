@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import fields
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_what_ranks_measure_is_alike_on_all_and_a_whole_description(tmp_path: Pa
     assert (hardware.name, hardware.gpus_per_node) == ("here", 4)
     # One machine has no network to measure; everything else is from here.
     assert set(hardware.assumed) == {
-        "cards_per_node", "margin_mib", "card_gigabytes_per_s", "card_latency_us", "spanning_gigabytes_per_s"
+        "cards_per_node", "margin_mib", "communicator_mib", "card_gigabytes_per_s", "card_latency_us", "spanning_gigabytes_per_s"
     }  # fmt: skip
     assert path.read_text().count(MEASURED) == len(fields(Hardware)) - 2 - len(hardware.assumed)
     # Several ranks pay for waiting on each other: more for tp 4 than for none.
@@ -125,6 +125,9 @@ def test_profiles_of_other_clusters_have_other_names(monkeypatch: pytest.MonkeyP
     assert path.parent == tmp_path and path.name.startswith("nvidia-h100-8-of-16-")
     for other in ({"device": "CPU"}, {"ranks_per_node": 4}, {"world_size": 8}, {"versions": "torch 3"}):
         assert profile_file.cached_path(**{**one, **other}) != path  # type: ignore[arg-type]
+    # One that was made before a number was asked for could not be read.
+    monkeypatch.setattr(profile_file, "Hardware", make_dataclass("Hardware", ["name", "gpus_per_node"]))
+    assert profile_file.cached_path(**one) != path  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

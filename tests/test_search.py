@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotspa_megatron.planning import plan_strategies, search
+from hotspa_megatron.planning.communicators import group_memory
 from hotspa_megatron.planning.execution import VIRTUAL_STAGES, Execution, legal_executions
-from hotspa_megatron.planning.hardware import load_hardware
+from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram
-from hotspa_megatron.planning.search import Models, PlannedRun, cut_points, plan_batches
+from hotspa_megatron.planning.memory_model import MemoryModel
+from hotspa_megatron.planning.search import Models, PlannedRun, cut_points, others_of, plan_batches
 from hotspa_megatron.planning.step_plan import StepPlanner
 from hotspa_megatron.planning.step_time import GroupChoice, RunModel
 from hotspa_megatron.strategy import Kind, Strategy
@@ -41,8 +44,13 @@ def check(planned: PlannedRun, batches: list[np.ndarray], models: Models) -> Non
     assert planned.time.total <= planned.static_time.total and planned.gain >= 1
     ends = [choice.max_length for choice in planned.groups]
     assert ends == sorted(ends) and ends[-1] == models.shape.seq_length
-    for choice, held in zip(planned.groups, planned.held, strict=True):
-        assert held.fits and held == model.memory.held(choice.execution, home, choice.tokens_per_microbatch)
+    kinds = [(choice.execution.strategy, choice.execution.strategy.kind(home)) for choice in planned.groups[:-1]]
+    for index, (choice, held) in enumerate(zip(planned.groups, planned.held, strict=True)):
+        others = others_of(planned.groups, index)
+        assert held.fits
+        assert held == model.memory.held(choice.execution, home, choice.tokens_per_microbatch, others)
+        on_gpus = model.hardware.communicator_bytes(2) > 0
+        assert held.communicators == (group_memory(home, kinds).added_mb * 2**20 if on_gpus else 0)
         assert choice.tokens_per_microbatch >= choice.max_length
     again = RunModel(Models(models.shape, models.hardware, models.world_size).under(home), planned.groups)
     assert planned.time.total == pytest.approx(sum(again.step(batch).total for batch in batches) / len(batches))
@@ -94,8 +102,10 @@ def test_slow_links_make_guests_pay() -> None:
 def test_guests_are_chosen_where_context_parallelism_is_not_available() -> None:
     batches = [WIKIPEDIA.limited(32768).sample(512, seed=step) for step in range(2)]
     shape = KNOWN_MODELS["llama-32b"]
-    planned = plan_batches(batches, shape=shape, hardware=A800, world_size=32, max_tp=16, max_cp=1, recompute=(0.0,))
-    check(planned, batches, Models(shape, A800, 32))
+    # Beside the guests' gradients on their way home: an A800 holds the longest sequence and nothing else.
+    roomy = replace(A800, memory_mib=96_000)
+    planned = plan_batches(batches, shape=shape, hardware=roomy, world_size=32, max_tp=16, max_cp=1, recompute=(0.0,))
+    check(planned, batches, Models(shape, roomy, 32))
     home = planned.home.execution.strategy
     guests = [choice for choice in planned.groups if not choice.execution.strategy.same_layout(home)]
     assert guests and planned.time.switch > 0 and planned.time.fold > 0 and planned.gain > 1.1
@@ -203,6 +213,103 @@ def test_what_memory_rules_out_is_kept_with_its_numbers() -> None:
     reason = refused[at(8)]
     assert "32,768 tokens take" in reason and "GiB" in reason and "at most" in reason
     assert planned.home.execution not in refused
+    for refusal in planned.refused:
+        assert refusal.needed > refusal.limit == planned.held[0].limit
+
+
+@pytest.mark.parametrize("virtual", [(1,), (1, 2)])
+def test_what_cannot_run_beside_home_is_kept_too(virtual: tuple[int, ...]) -> None:
+    tight = replace(A800, memory_mib=24000)
+    shape = replace(SEVEN, num_layers=8, seq_length=8192)
+    options = {"shape": shape, "hardware": tight, "world_size": 8, "recompute": (0.0, 1.0), "vpp": virtual}
+    planned = plan_batches([WIKIPEDIA.limited(8192).sample(64, seed=1)], **options)  # type: ignore[arg-type]
+    home = planned.home.execution.strategy
+    memory = Models(shape, tight, 8).under(home).memory
+    found = {(refusal.execution, refusal.kind): refusal for refusal in planned.refused}
+    assert len(found) == len(planned.refused)
+    every = legal_executions(shape, 8, max_tp=8, recompute=(0.0, 1.0), vpp=virtual)
+    beside = {each for each in every if each.strategy != home and memory.capacity(each, home) < 512}
+    guests = {each for each in beside if not each.strategy.same_layout(home)}
+    assert {refusal.execution for refusal in planned.refused if refusal.kind is not Kind.HOME} == beside
+    assert guests, "the case rules out no guest"
+    for each in guests:
+        refusal = found[each, Kind.GUEST]
+        assert refusal.needed > refusal.limit == tight.usable_bytes
+        assert refusal.reason.startswith("512 tokens take") and "home's" in refusal.reason
+
+
+def test_strategies_that_fit_one_by_one_but_not_together_are_not_chosen_together() -> None:
+    shape, home = replace(SEVEN, num_layers=8, seq_length=32768), at(16, cp=8)
+    batches = [WIKIPEDIA.limited(32768).sample(256, seed=1)]
+    least = MemoryModel(shape, A800, 16).held(home, home.strategy, 32768).total // 2**20 + 1
+
+    def with_room(mib: int, **changes: Any) -> Hardware:
+        return replace(A800, memory_mib=least + mib + A800.reserved_mib + A800.margin_mib, **changes)
+
+    def fits(mib: int, *cps: int) -> bool:
+        ends = [GroupChoice(max_length=4096 * cp, execution=at(16, cp=cp), tokens_per_microbatch=0) for cp in (*cps, 8)]
+        searching = search._Search(Models(shape, with_room(mib), 16), batches, (), None)
+        return searching._sized(tuple(ends)) is not None
+
+    # cp 2 adds a pair and a group of eight to home's, cp 4 two groups of four.
+    assert [fits(1300, 2), fits(1300, 4)] == [True, False] and fits(1400, 4)
+    assert [fits(2500, 2, 4), fits(2700, 2, 4)] == [False, True]
+
+    def chosen(hardware: Hardware) -> set[int]:
+        planned = plan_batches(
+            batches, shape=shape, hardware=hardware, world_size=16, home=home.strategy, recompute=(0.0,)
+        )
+        assert all(held.fits for held in planned.held)
+        return {choice.execution.strategy.cp for choice in planned.groups}
+
+    assert 2 in chosen(with_room(200, communicator_mib=((2, 0.0),))) and 2 not in chosen(with_room(200))
+
+
+@pytest.mark.parametrize("usable_mib", [200, 300])
+def test_guests_are_planned_in_little_memory_too(usable_mib: int) -> None:
+    """As of ranks on a small machine: what guests take beside home is a matter of the model, not of gigabytes."""
+    cpu = load_hardware("cpu-gloo")
+    cpu = replace(cpu, memory_mib=usable_mib + cpu.reserved_mib + cpu.margin_mib)
+    shape = replace(
+        SEVEN, num_layers=4, hidden_size=256, ffn_hidden_size=768, num_attention_heads=8, num_query_groups=8,
+        kv_channels=32, padded_vocab_size=1024, seq_length=4096, parameter_bytes=4, local_layers=True,
+    )  # fmt: skip
+    batches = [WIKIPEDIA.limited(4096).sample(128, seed=1)]
+    planned = plan_batches(batches, shape=shape, hardware=cpu, world_size=4, max_cp=1, recompute=(0.0,))
+    check(planned, batches, Models(shape, cpu, 4))
+    home = planned.home.execution.strategy
+    assert any(choice.execution.strategy.kind(home) is Kind.GUEST for choice in planned.groups)
+    assert all(held.communicators == 0 for held in planned.held)
+
+
+@pytest.mark.parametrize("mib", [100, 300])
+def test_of_a_plan_that_memory_does_not_hold_the_rest_is_kept(
+    mib: int,
+) -> None:
+    """At home's limit siblings that fit alone leave home too little: it recomputes more, or there are fewer of them."""
+    shape, home = replace(SEVEN, num_layers=8, seq_length=32768), at(16, cp=8)
+    batches = [WIKIPEDIA.limited(32768).sample(256, seed=1)]
+    least = MemoryModel(shape, A800, 16).held(home, home.strategy, 32768).total // 2**20 + 1
+    tight = replace(A800, memory_mib=least + mib + A800.reserved_mib + A800.margin_mib)
+    executions = legal_executions(shape, 16, max_tp=1, recompute=(0.0, 0.5))
+    searching = search._Search(Models(shape, tight, 16), batches, executions, home.strategy)
+    homes, _ = searching._homes()
+    programme = search._Programme(searching, homes, guests=False)
+    solution = programme.solve()
+    groups = programme.groups(solution)
+    assert searching._sized(groups) is None
+    found = list(searching._finalists(homes))
+
+    def executions_of(plan: tuple[GroupChoice, ...]) -> list[Execution]:
+        return [choice.execution for choice in plan]
+
+    assert found and all(len(plan) > 1 for plan in found)
+    if programme.make_room(solution):
+        assert searching._sized(programme.groups(programme.solve())) in found
+        assert mib == 100
+    else:
+        assert all(set(executions_of(plan)) < set(executions_of(groups)) for plan in found)
+        assert mib == 300
 
 
 def test_nothing_fits_is_an_error_with_the_nearest_miss() -> None:

@@ -1,10 +1,12 @@
 """Counts the communicators that strategies take together, and estimates the memory that NCCL gives to them.
 
-Pure: knows Megatron's axes and nothing of torch. ``hotspa explain`` and the job's start print it.
+Pure: knows Megatron's axes and nothing of torch. ``hotspa explain`` and the job's start print it; ``memory_model`` counts it.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -48,10 +50,11 @@ def count_groups(strategies: Iterable[Strategy]) -> Groups:
     """Count the communicators that these strategies take together."""
     found = _by_axes(strategies)
     distinct = set().union(*found.values())
+    on_rank = Counter(rank for group in distinct for rank in group)
     return Groups(
         per_axes={axes: len(groups) for axes, groups in found.items()},
         total=len(distinct),
-        most_on_one_rank=max(_per_rank(distinct, pair=1, more=1).values(), default=0),
+        most_on_one_rank=max(on_rank.values(), default=0),
     )
 
 
@@ -59,14 +62,32 @@ def group_memory(home: Strategy, others: Sequence[tuple[Strategy, Kind]]) -> Gro
     """What the groups of ``home`` and of the strategies beside it take; moves of guests have a group of the whole world."""
     own = set().union(*_by_axes([home]).values())
     every = set().union(*_by_axes([home, *(strategy for strategy, _ in others)]).values())
-    added: list[Group] = sorted(every - own)
-    if home.world_size > 1 and any(kind is Kind.GUEST for _, kind in others):
-        added.append(tuple(range(home.world_size)))
+    moves = home.world_size > 1 and any(kind is Kind.GUEST for _, kind in others)
+    added_mb = sum(map(_megabytes, added_sizes(home, [strategy for strategy, _ in others])))
     return GroupMemory(
-        added_groups=len(added),
-        total_mb=max(_per_rank([*own, *added], pair=PAIR_MB, more=GROUP_MB).values(), default=0),
-        added_mb=max(_per_rank(added, pair=PAIR_MB, more=GROUP_MB).values(), default=0),
+        added_groups=len(every - own) + moves,
+        total_mb=sum(_megabytes(len(group)) for group in _of_first_rank(home)) + added_mb,
+        added_mb=added_mb,
     )
+
+
+def added_sizes(home: Strategy, others: Iterable[Strategy]) -> tuple[int, ...]:
+    """Ranks of each group that strategies add to home's on the rank that gets most, ascending: guests' moves have one, too."""
+    others = set(others)
+    added = [len(group) for group in frozenset().union(*map(_of_first_rank, others)) - _of_first_rank(home)]
+    if home.world_size > 1 and not all(strategy.same_layout(home) for strategy in others):
+        added.append(home.world_size)
+    return tuple(sorted(added))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_first_rank(strategy: Strategy) -> frozenset[Group]:
+    """Groups that rank 0 is in. No rank is in more: every rank is in one per axes, and rank 0's stage has an embedding."""
+    return frozenset(group for groups in _by_axes([strategy]).values() for group in groups if group[0] == 0)
+
+
+def _megabytes(ranks: int) -> int:
+    return PAIR_MB if ranks == 2 else GROUP_MB
 
 
 def _by_axes(strategies: Iterable[Strategy]) -> dict[str, set[Group]]:
@@ -79,12 +100,3 @@ def _by_axes(strategies: Iterable[Strategy]) -> dict[str, set[Group]]:
             found["all"].add(tuple(rank for group in strategy.groups("tp-pp") for rank in group))
             found["embedding"].update((group[0], group[-1]) for group in strategy.groups("pp"))
     return found
-
-
-def _per_rank(groups: Iterable[Group], *, pair: int, more: int) -> dict[int, int]:
-    """Sum over each rank's groups: ``pair`` for one of two ranks, ``more`` for a larger one."""
-    on_rank: dict[int, int] = {}
-    for group in groups:
-        for rank in group:
-            on_rank[rank] = on_rank.get(rank, 0) + (pair if len(group) == 2 else more)
-    return on_rank

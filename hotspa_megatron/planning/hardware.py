@@ -43,7 +43,8 @@ class Hardware:
     listed) reach, forward and backward together. ``layer_overhead_us``: time that a micro-batch takes per layer besides
     its operations, by tp. ``card_gigabytes_per_s``: one network card. ``spanning_gigabytes_per_s``: bus bandwidth of a
     collective over all GPUs of several nodes. ``reserved_mib``: CUDA context, communicators and what else no allocator
-    sees; ``margin_mib``: kept free against fragmentation. ``assumed``: the fields that no source was found for.
+    sees; ``margin_mib``: kept free against fragmentation. ``communicator_mib``: device memory that a rank gives to a
+    communicator, by its ranks; 0 where it takes none (gloo). ``assumed``: the fields that no source was found for.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Hardware:
     memory_mib: int
     reserved_mib: int
     margin_mib: int
+    communicator_mib: Curve
     peak_bf16_teraflops: float
     peak_fp32_teraflops: float
     gemm_efficiency: Curve
@@ -85,6 +87,10 @@ class Hardware:
     def layer_overhead_s(self, tp: int) -> float:
         """Seconds per layer and micro-batch; a tp that is not listed takes the next listed one below."""
         return [microseconds for at, microseconds in self.layer_overhead_us if at <= tp][-1] * 1e-6
+
+    def communicator_bytes(self, ranks: int) -> int:
+        """Of one communicator on each of its ranks; a size that is not listed takes the next listed one below."""
+        return round([mib for at, mib in self.communicator_mib if at <= ranks][-1] * _MIB)
 
     def with_nodes_of(self, gpus: int) -> Hardware:
         """The same devices and links with so many of them in each node, and cards in proportion."""
@@ -191,13 +197,14 @@ def _check(found: Mapping[str, Value], values: Mapping[str, int | float | Curve]
         numbers = [number for _, number in value] if isinstance(value, tuple) else [value]
         if key.endswith("efficiency") and not all(0 < number <= 1 for number in numbers):
             raise found[key].error(f"a share of the peak lies above 0 and up to 1, not {numbers}")
-        if not key.endswith("_us") and min(numbers) <= 0:
+        if not key.endswith("_us") and key != "communicator_mib" and min(numbers) <= 0:
             raise found[key].error("must be above 0")
     memory, kept = values["memory_mib"], [values["reserved_mib"], values["margin_mib"]]
     if memory <= sum(kept):  # type: ignore[operator, arg-type]
         raise found["memory_mib"].error(f"{memory} MiB are taken by what is reserved and the margin; nothing is left")
     if values["cards_per_node"] > values["gpus_per_node"]:  # type: ignore[operator]
         raise found["cards_per_node"].error("exceeds gpus_per_node; count several cards of a GPU as one")
-    overhead = values["layer_overhead_us"]
-    if isinstance(overhead, tuple) and overhead[0][0] != 1:
-        raise found["layer_overhead_us"].error("must start at tp 1")
+    for key, least, what in (("layer_overhead_us", 1, "tp 1"), ("communicator_mib", 2, "2 ranks")):
+        curve = values[key]
+        if isinstance(curve, tuple) and curve[0][0] != least:
+            raise found[key].error(f"must start at {what}")

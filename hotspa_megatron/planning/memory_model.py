@@ -2,7 +2,8 @@
 
 Parameters, gradients and optimizer state are counted exactly, stage by stage, from ``param_layout``. Activations are
 counted from the tensors that the backward pass keeps: of fused layers scaled to published measurements, of Megatron's local
-ones as they are, which tests hold against measured peaks. Never allocates anything.
+ones as they are, which tests hold against measured peaks. Beside them lie the communicators of all strategies of a plan, and
+what guests' moves keep. Never allocates anything.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
+from hotspa_megatron.config import SwitchConfig
 from hotspa_megatron.planning.alignment import alignment_of
+from hotspa_megatron.planning.communicators import added_sizes
 from hotspa_megatron.planning.execution import Execution
 from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -38,15 +41,19 @@ _GATHERED: Final = 1.4
 """Bytes per hidden channel, token and layer, in 16-bit formats, of what tp does not divide: inputs gathered over tp."""
 _LOGITS_BYTES: Final = 8
 """Per vocabulary entry and token: 16-bit logits, their fp32 copy that turns into the softmax, a 16-bit gradient."""
-_SWITCHING_BYTES: Final = 2_000_000_000
-"""Assumed: a guest's communicators (NCCL keeps buffers per peer and channel) and chunks of a switch in flight."""
+_CHUNK_BYTES: Final = SwitchConfig.chunk_mb << 20
+"""Each of the two buffers of a switch."""
+_GLOO_CHUNK_BYTES: Final = 1 << 24
+"""The same with gloo, which gains nothing from larger ones: ``runtime.transport.GLOO_PACE.buffer``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """Bytes of the fullest rank. ``home_resident``: home's own, where a guest runs beside it.
 
-    ``activations`` includes the logits; ``total`` is what is compared with ``limit``.
+    ``activations`` includes the logits. ``communicators``: of those that home does not have. ``transfers``: gradients of guests
+    on their way home, and what a guest's own moves take above the activations, beside which they never are. ``total`` is what
+    is compared with ``limit``.
     """
 
     parameters: int
@@ -54,14 +61,14 @@ class Held:
     optimizer: int
     home_resident: int
     activations: int
-    switching: int
+    communicators: int
+    transfers: int
     limit: int
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters + self.gradients + self.optimizer + self.home_resident + self.activations + self.switching
-        )
+        model = self.parameters + self.gradients + self.optimizer + self.home_resident
+        return model + self.activations + self.communicators + self.transfers
 
     @property
     def fits(self) -> bool:
@@ -93,7 +100,8 @@ class MemoryModel:
         self._home_layers = home_layers
         self._layouts: dict[Strategy, Layout] = {}
         self._numels: dict[Strategy, tuple[int, ...]] = {}
-        self._static: dict[tuple[Strategy, Strategy], tuple[tuple[int, int, int, int, int], ...]] = {}
+        self._static: dict[tuple[Strategy, Strategy], tuple[tuple[int, int, int, int, int, int], ...]] = {}
+        self._communicators: dict[tuple[Strategy, frozenset[Strategy]], int] = {}
 
     @cached_property
     def _parameters(self) -> tuple[object, ...]:
@@ -137,8 +145,7 @@ class MemoryModel:
 
     def optimizer_shard(self, home: Strategy, stage: int) -> int:
         """Bytes of optimizer state of a rank of the stage."""
-        shards = home.dp * home.cp if self.shape.distributed_optimizer else 1
-        return self.optimizer_bytes * -(-self.numels(home)[stage] // shards)
+        return self.optimizer_bytes * -(-self.numels(home)[stage] // self._shards(home))
 
     def activation_bytes(self, execution: Execution, stage: int) -> float:
         """Bytes that a rank of the stage keeps per token of a micro-batch (counted over all cp ranks).
@@ -168,38 +175,90 @@ class MemoryModel:
                 per_token += _LOGITS_BYTES * shape.padded_vocab_size / strategy.tp
         return per_token / strategy.cp
 
-    def held(self, execution: Execution, home: Strategy, tokens: int) -> Held:
-        """What the fullest rank holds with micro-batches of ``tokens`` under an execution, ``home`` being resident."""
-        limit = self.hardware.usable_bytes
+    def held(self, execution: Execution, home: Strategy, tokens: int, others: Sequence[Strategy] = ()) -> Held:
+        """What the fullest rank holds with micro-batches of ``tokens`` under an execution, ``home`` being resident.
+
+        ``others``: those that the plan's other groups run under, home's aside; one that several groups share counts for each.
+        """
+        communicators = self._added_communicators(execution.strategy, home, others)
         found = []
-        for stage, parameters, gradients, optimizer, resident in self._fixed(execution.strategy, home):
+        for stage, parameters, gradients, optimizer, resident, home_stage in self._fixed(execution.strategy, home):
+            activations = round(
+                self.activation_bytes(execution, stage) * tokens + self._weight_gradient_bytes(execution, stage)
+            )
+            moves = self._moves(execution.strategy, home, home_stage, others)
+            waiting = sum(self.fold_bytes(other, home, home_stage) for other in others)
             found.append(
                 Held(
                     parameters=parameters,
                     gradients=gradients,
                     optimizer=optimizer,
                     home_resident=resident,
-                    activations=round(
-                        self.activation_bytes(execution, stage) * tokens + self._weight_gradient_bytes(execution, stage)
-                    ),
-                    switching=0 if execution.strategy.same_layout(home) else _SWITCHING_BYTES,
-                    limit=limit,
+                    activations=activations,
+                    communicators=communicators,
+                    transfers=waiting + max(0, moves - activations),
+                    limit=self.hardware.usable_bytes,
                 )
             )
         return max(found, key=lambda held: held.total)
 
-    def capacity(self, execution: Execution, home: Strategy) -> int:
-        """Tokens of a micro-batch that fit on every rank, a multiple of what the strategy aligns to; 0 where none do."""
+    def capacity(self, execution: Execution, home: Strategy, others: Sequence[Strategy] = ()) -> int:
+        """Tokens of a micro-batch that fit on every rank, a multiple of what the strategy aligns to; 0 where none do.
+
+        ``others`` as for ``held``.
+        """
         most = float(LARGEST_MICRO_BATCH)
-        for stage, *fixed in self._fixed(execution.strategy, home):
-            switching = 0 if execution.strategy.same_layout(home) else _SWITCHING_BYTES
-            left = self.hardware.usable_bytes - sum(fixed) - switching - self._weight_gradient_bytes(execution, stage)
-            most = min(most, left / self.activation_bytes(execution, stage))
+        free = self.hardware.usable_bytes - self._added_communicators(execution.strategy, home, others)
+        for stage, *fixed, home_stage in self._fixed(execution.strategy, home):
+            left = free - sum(fixed) - sum(self.fold_bytes(other, home, home_stage) for other in others)
+            if left < self._moves(execution.strategy, home, home_stage, others):
+                return 0
+            kept = left - self._weight_gradient_bytes(execution, stage)
+            most = min(most, kept / self.activation_bytes(execution, stage))
         unit = alignment_of(execution.strategy, sequence_parallel=self.shape.sequence_parallel).total
         return max(0, int(most) // unit * unit)
 
-    def _fixed(self, strategy: Strategy, home: Strategy) -> tuple[tuple[int, int, int, int, int], ...]:
-        """(stage, parameters, gradients, optimizer, home's) in bytes, of every kind of rank there is."""
+    def fold_bytes(self, guest: Strategy, home: Strategy, home_stage: int) -> int:
+        """What a rank of home's stage keeps from the end of a guest's segment to that of the step; 0 for home's siblings.
+
+        Gradients that it owns at home arrive beside home's own, to be added last. What it sends lies there as well: about as
+        much, since owners are spread evenly, less what is owned where it is; and no more than the guest has.
+        """
+        if guest.same_layout(home):
+            return 0
+        (whole,) = self.numels(Strategy.from_world(self.world_size, tp=1, cp=1, pp=1))
+        owned, held = -(-self.numels(home)[home_stage] // self._shards(home)), min(self.numels(guest))
+        return self.shape.gradient_bytes * (owned + min(round(owned * (1 - held / whole)), max(self.numels(guest))))
+
+    def _moves(self, strategy: Strategy, home: Strategy, home_stage: int, others: Sequence[Strategy]) -> int:
+        """The most that a guest's own switch and fold take beside its parameters and gradients, without activations."""
+        if strategy.same_layout(home):
+            return 0
+        # What a switch comes out of stays until it is done.
+        guests = {each for each in others if not each.same_layout(home) and each != strategy}
+        before = max((max(self.numels(each)) for each in guests), default=0)
+        chunk = _GLOO_CHUNK_BYTES if self._on_gloo else _CHUNK_BYTES
+        return max(2 * chunk + self.shape.parameter_bytes * before, self.fold_bytes(strategy, home, home_stage))
+
+    @property
+    def _on_gloo(self) -> bool:
+        """Whether moves go through gloo, whose communicators take nothing of a device."""
+        return self.hardware.communicator_bytes(max(2, self.world_size)) == 0
+
+    def _added_communicators(self, strategy: Strategy, home: Strategy, others: Sequence[Strategy]) -> int:
+        """Bytes of the communicators of all strategies that home does not have."""
+        key = home, frozenset((strategy, *others))
+        if key not in self._communicators:
+            sizes = () if self._on_gloo else added_sizes(home, key[1])
+            self._communicators[key] = sum(self.hardware.communicator_bytes(size) for size in sizes)
+        return self._communicators[key]
+
+    def _shards(self, home: Strategy) -> int:
+        """Over how many ranks home's optimizer divides what a stage holds."""
+        return home.dp * home.cp if self.shape.distributed_optimizer else 1
+
+    def _fixed(self, strategy: Strategy, home: Strategy) -> tuple[tuple[int, int, int, int, int, int], ...]:
+        """(stage, parameters, gradients, optimizer, home's, home's stage), all but stages in bytes, of every kind of rank."""
         key = self.plain(strategy), home
         if key not in self._static:
             shape, numels, at_home = self.shape, self.numels(strategy), self.numels(home)
@@ -219,6 +278,7 @@ class MemoryModel:
                         numels[stage] * shape.gradient_bytes,
                         optimizer if own else 0,
                         0 if own else resident,
+                        home_stage,
                     )
                 )
             self._static[key] = tuple(rows)

@@ -51,10 +51,11 @@ def write(path: Path, text: str) -> None:
 
 
 def cached_path(*, device: str, ranks_per_node: int, world_size: int, versions: str) -> Path:
-    """Where a job's own profile of such a cluster is kept."""
+    """Where a job's own profile of such a cluster is kept: elsewhere than one that lacks a number that is asked for today."""
     folder = os.environ.get(CACHE_VARIABLE)
     base = Path(folder) if folder else Path.home() / ".cache" / "hotspa_megatron"
-    key = hashlib.sha256(versions.encode()).hexdigest()[:8]
+    asked = (versions, *(each.name for each in fields(Hardware)))
+    key = hashlib.sha256("\n".join(asked).encode()).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
     return base / f"{name}-{ranks_per_node}-of-{world_size}-{key}.yaml"
 

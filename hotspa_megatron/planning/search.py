@@ -24,7 +24,7 @@ from hotspa_megatron.planning.lengths import LengthHistogram, Lengths
 from hotspa_megatron.planning.memory_model import ADAM_BYTES, Held
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.step_time import GroupChoice, RunModel, StepTime, mean_time
-from hotspa_megatron.strategy import Strategy
+from hotspa_megatron.strategy import Kind, Strategy
 
 _FILLED: Final = 0.97
 """Share of a micro-batch's room that packing fills."""
@@ -48,11 +48,13 @@ _LEAST_FILLED: Final = 8
 _GRAIN: Final = 64
 """Tokens to which a moved threshold is rounded."""
 _MOST_REAL_MOVES: Final = 60
-"""Homes whose programme is run again with real moves in place of optimistic ones, at most."""
+"""Times that programmes are run again with real moves, and memory, in place of optimistic ones, at most."""
 _SHORTEST_CUT: Final = 512
 """Tokens: below, length groups gain nothing that packing does not."""
 _FINER: Final = (0.84, 1.19, 0.92, 1.09, 0.71, 1.41)
 """Factors by which a threshold is moved: about a half, a quarter and a whole step between cut points."""
+
+_GIB: Final = 2**30
 
 _Layout = tuple[int, int, int]
 _Estimates = NDArray[np.float64]
@@ -60,9 +62,16 @@ _Estimates = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """An execution that memory or the model rules out, and why, with the numbers."""
+    """An execution that memory rules out, as home or beside the chosen one, and why, with the numbers.
+
+    ``needed``: bytes of the fullest rank with the least that makes it of use: as home a micro-batch of the longest sequence,
+    beside home one of the shortest length group; ``limit``: what there is.
+    """
 
     execution: Execution
+    kind: Kind
+    needed: int
+    limit: int
     reason: str
 
 
@@ -71,7 +80,8 @@ class PlannedRun:
     """The chosen length groups, home last, and the best static run on the same steps with the same packing.
 
     ``time`` and ``static_time`` are means over the steps looked at. ``held``: memory of each group's fullest rank with full
-    micro-batches. ``refused``: executions that could not be home for memory.
+    micro-batches, with what the other groups keep there. ``refused``: executions that could not be home for memory, and those
+    that cannot run beside this home, even alone.
     """
 
     groups: tuple[GroupChoice, ...]
@@ -176,7 +186,8 @@ def plan_batches(
         ]
         executions = tuple(sorted({*executions, *uneven}))
     models = Models(shape, hardware, world_size, home=home, optimizer_bytes=optimizer_bytes)
-    found = _Search(models, batches, executions, home, home_recompute).run()
+    searching = _Search(models, batches, executions, home, home_recompute)
+    found = searching.run()
     plain = tuple(each for each in executions if each.strategy.vpp == 1)
     if plain == executions or (home is not None and home.vpp > 1):
         return found
@@ -187,7 +198,12 @@ def plan_batches(
     # With more to choose from a search that improves step by step can end at less: neither may be lost.
     best = min(found, other, key=lambda planned: planned.time.total)
     static = min(found, other, key=lambda planned: planned.static_time.total)
-    return replace(best, static=static.static, static_time=static.static_time, refused=found.refused)
+    return replace(
+        best,
+        static=static.static,
+        static_time=static.static_time,
+        refused=searching.refused(best.home.execution.strategy),
+    )
 
 
 def replace_axes(strategy: Strategy, cp: int) -> Strategy:
@@ -285,48 +301,79 @@ class _Search:
     def run(self) -> PlannedRun:
         homes, refused = self._homes()
         if not homes:
-            closest = max(refused, key=lambda refusal: refusal[1])[0] if refused else None
+            closest = min(refused, key=lambda refusal: refusal.needed) if refused else None
             why = f"the nearest is {closest.execution}: {closest.reason}" if closest else "no strategy is legal"
             raise ValueError(f"no strategy holds sequences of {self._longest} tokens on this hardware; {why}")
         statics = self._statics(homes)
         static = statics[0]
         best = min((self._refined(start) for start in self._starts(statics, homes)), key=self._seconds)
-        model = self._models.under(best[-1].execution.strategy)
+        home = best[-1].execution.strategy
+        memory = self._models.under(home).memory
         return PlannedRun(
             groups=best,
             time=self._time(best),
             held=tuple(
-                model.memory.held(choice.execution, best[-1].execution.strategy, choice.tokens_per_microbatch)
-                for choice in best
+                memory.held(choice.execution, home, choice.tokens_per_microbatch, others_of(best, index))
+                for index, choice in enumerate(best)
             ),
             static=static,
             static_time=self._time((static,)),
-            refused=tuple(refusal for refusal, _ in refused),
+            refused=self.refused(home),
         )
 
-    # --------------------------------------------------------------------------------------------------- who can be home
+    def refused(self, home: Strategy) -> tuple[Refusal, ...]:
+        """What memory rules out: as home, and beside this home."""
+        beside = []
+        for execution in self._executions:
+            if execution.strategy != home and self._beside(execution, home) is None:
+                beside.append(self._refusal(execution, home, _SHORTEST_CUT))
+        return (*self._homes()[1], *beside)
 
-    def _homes(self) -> tuple[list[GroupChoice], list[tuple[Refusal, int]]]:
-        """Every execution that can be home, with its budget, and the refusal and capacity of every other one."""
-        homes, refused = [], []
+    # ------------------------------------------------------------------------------------- what memory allows, and as what
+
+    def _homes(self) -> tuple[list[GroupChoice], list[Refusal]]:
+        """Every execution that can be home, with its budget, and the refusal of every other one."""
+        homes: list[GroupChoice] = []
+        refused = []
         for execution in self._executions:
             strategy = execution.strategy
             if self._home is not None and strategy != self._home:
                 continue
             if self._home_recompute is not None and execution.recompute != self._home_recompute:
                 continue
-            memory = self._models.under(strategy).memory
-            capacity, least = memory.capacity(execution, strategy), self._least(execution, strategy, self._longest)
-            if capacity >= least:
-                homes.append(
-                    GroupChoice(
-                        max_length=self._longest, execution=execution, tokens_per_microbatch=self._cap(capacity)
-                    )
-                )
+            alone = GroupChoice(max_length=self._longest, execution=execution, tokens_per_microbatch=0)
+            if sized := self._sized((alone,)):
+                homes += sized
             else:
-                held = memory.held(execution, strategy, least)
-                refused.append((Refusal(execution=execution, reason=_over(held, capacity, least)), capacity))
+                refused.append(self._refusal(execution, strategy, self._longest))
         return homes, refused
+
+    def _beside(self, execution: Execution, home: Strategy, others: Sequence[Strategy] = ()) -> int | None:
+        """The budget of an execution beside a home, and other strategies, None where it is of no use."""
+        capacity = self._models.under(home).memory.capacity(execution, home, others)
+        return self._cap(capacity) if capacity >= _SHORTEST_CUT else None
+
+    def _refusal(self, execution: Execution, home: Strategy, length: int) -> Refusal:
+        memory, least = self._models.under(home).memory, self._least(execution, home, length)
+        held = memory.held(execution, home, least)
+        return Refusal(
+            execution=execution,
+            kind=execution.strategy.kind(home),
+            needed=held.total,
+            limit=held.limit,
+            reason=_over(held, memory.capacity(execution, home), least),
+        )
+
+    def _sized(self, groups: tuple[GroupChoice, ...]) -> tuple[GroupChoice, ...] | None:
+        """The plan with the budgets that memory leaves it, as a whole; None where one cannot hold its longest sequence."""
+        home = groups[-1].execution.strategy
+        memory, sized = self._models.under(home).memory, []
+        for index, choice in enumerate(groups):
+            capacity = memory.capacity(choice.execution, home, others_of(groups, index))
+            if capacity < self._least(choice.execution, home, choice.max_length):
+                return None
+            sized.append(replace(choice, tokens_per_microbatch=self._cap(capacity)))
+        return tuple(sized)
 
     def _least(self, execution: Execution, home: Strategy, length: int) -> int:
         """Tokens of a micro-batch with one sequence of this length."""
@@ -378,7 +425,10 @@ class _Search:
         improved = True
         while improved:
             improved = False
-            for other in self._neighbours(best):
+            for changed in self._neighbours(best):
+                other = self._sized(changed)
+                if other is None:
+                    continue
                 if other not in self._exact:
                     if left == 0:
                         return best
@@ -489,12 +539,31 @@ class _Search:
             solution = waiting.pop(key)
             if solution.seconds > best * _WORTH_A_LOOK:
                 return
+            if not solution.intervals:
+                continue
             if rerun < _MOST_REAL_MOVES and programmes[key].make_real(solution):
                 rerun += 1
                 waiting[key] = programmes[key].solve()
                 continue
-            best, found = min(best, solution.seconds), found + 1
-            yield programmes[key].groups(solution)
+            groups = programmes[key].groups(solution)
+            plan = self._sized(groups)
+            if plan is not None:
+                best, found = min(best, solution.seconds), found + 1
+                yield plan
+            elif rerun < _MOST_REAL_MOVES and programmes[key].make_room(solution):
+                rerun += 1
+                waiting[key] = programmes[key].solve()
+            else:
+                yield from self._fewer(groups)
+
+    def _fewer(self, groups: tuple[GroupChoice, ...]) -> list[tuple[GroupChoice, ...]]:
+        """What is left of a plan that does not fit: with as few groups left out as need be, in every way that then fits."""
+        *others, home = groups
+        for size in range(len(others) - 1, 0, -1):
+            kept = (self._sized((*some, home)) for some in itertools.combinations(others, size))
+            if fitting := [plan for plan in kept if plan is not None]:
+                return fitting
+        return []
 
 
 class _Solution(NamedTuple):
@@ -506,7 +575,8 @@ class _Programme:
     """The best length groups around one layout of home, by estimates.
 
     Costs depend on what came before only through the guest that ran last, out of which the next one may be made. Moves
-    count as free until ``make_real`` has planned them, so a solution whose moves are all real is the best there is.
+    count as free until ``make_real`` has planned them, so a solution whose moves are all real is the best there is. Budgets
+    are those of a strategy alone beside home, until ``make_room`` has found that they are too much together.
     """
 
     def __init__(self, search: _Search, homes: Sequence[GroupChoice], *, guests: bool) -> None:
@@ -516,6 +586,17 @@ class _Programme:
         self._layouts = search._layouts if guests else [own]
         self._own = self._layouts.index(own)
         self._model = search._models.under(self._home)
+        self._others: frozenset[Strategy] = frozenset()
+        self._fill()
+        count = len(self._layouts)
+        # Before: each layout's guest, and (last) none. Not known yet: free.
+        self._switch = np.zeros((count + 1, count))
+        self._fold = np.zeros(count)
+        self._known: set[tuple[int, int]] = set()
+
+    def _fill(self) -> None:
+        """The least time of each interval in each layout, and who takes it, in the memory that is left."""
+        search = self._search
         size = len(search._cuts)
         self._values = np.full((len(self._layouts), size, size), math.inf)
         self._chosen = np.zeros((len(self._layouts), size, size), np.int64)
@@ -523,23 +604,19 @@ class _Programme:
         for number, execution in enumerate(search._executions):
             if execution.layout not in self._layouts:
                 continue
-            capacity = self._model.memory.capacity(execution, self._home)
-            if capacity < _SHORTEST_CUT:
+            others = sorted(self._others - {execution.strategy})
+            capacity = search._beside(execution, self._home, others)
+            if capacity is None:
                 continue
-            self._capacity[execution] = search._cap(capacity)
+            self._capacity[execution] = capacity
             place = self._layouts.index(execution.layout)
-            estimate = search._estimate(execution, self._capacity[execution], self._home)
+            estimate = search._estimate(execution, capacity, self._home)
             better = estimate < self._values[place]
             self._values[place][better] = estimate[better]
             self._chosen[place][better] = number
         for place, layout in enumerate(self._layouts):
             if place != self._own:
                 self._values[place] += self._model.guest_reduction(self._strategy(layout))
-        count = len(self._layouts)
-        # Before: each layout's guest, and (last) none. Not known yet: free.
-        self._switch = np.zeros((count + 1, count))
-        self._fold = np.zeros(count)
-        self._known: set[tuple[int, int]] = set()
 
     def solve(self) -> _Solution:
         cuts, count = len(self._search._cuts), len(self._layouts)
@@ -593,6 +670,21 @@ class _Programme:
             before = place
         return found
 
+    def make_room(self, solution: _Solution) -> bool:
+        """Keep free what the solution's strategies take together; False where that was so already, or leaves no home."""
+        others = self._others | {interval.execution.strategy for interval in solution.intervals} - {self._home}
+        if others == self._others:
+            return False
+        self._others = others
+        self._homes = [
+            choice
+            for choice in self._homes
+            if self._model.memory.capacity(choice.execution, choice.execution.strategy, sorted(others))
+            >= self._search._least(choice.execution, choice.execution.strategy, choice.max_length)
+        ]
+        self._fill()
+        return bool(self._homes)
+
     def groups(self, solution: _Solution) -> tuple[GroupChoice, ...]:
         """The solution as length groups, home last; neighbours with one execution become one."""
         home = self._home_choice(solution)
@@ -626,6 +718,11 @@ class _Programme:
         return Strategy.from_world(self._search._models.world_size, tp=tp, cp=1, pp=pp, vpp=vpp)
 
 
+def others_of(groups: Sequence[GroupChoice], index: int) -> list[Strategy]:
+    """Strategies of a plan's groups beside this one, home's aside: what ``memory_model`` has to know of the rest of a plan."""
+    return [choice.execution.strategy for at, choice in enumerate(groups[:-1]) if at != index]
+
+
 def _in_order(others: Sequence[GroupChoice], home: GroupChoice) -> tuple[GroupChoice, ...]:
     """Short to long, home last; of groups that end at one length the first alone."""
     ends: dict[int, GroupChoice] = {}
@@ -645,9 +742,15 @@ def cut_points(longest: int) -> tuple[int, ...]:
 
 
 def _over(held: Held, capacity: int, least: int) -> str:
-    gib = 2**30
-    return (
-        f"{least:,} tokens take {held.total / gib:.1f} GiB (parameters {held.parameters / gib:.1f}, gradients "
-        f"{held.gradients / gib:.1f}, optimizer {held.optimizer / gib:.1f}, activations {held.activations / gib:.1f}) "
-        f"of {held.limit / gib:.1f}; at most {capacity:,} tokens fit"
-    )
+    parts = {
+        "parameters": held.parameters,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "home's": held.home_resident,
+        "activations": held.activations,
+        "communicators": held.communicators,
+        "transfers": held.transfers,
+    }
+    taken = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size)
+    whole = f"{held.total / _GIB:.1f} GiB ({taken}) of {held.limit / _GIB:.1f}"
+    return f"{least:,} tokens take {whole}; at most {capacity:,} tokens fit"

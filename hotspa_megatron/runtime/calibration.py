@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from hotspa_megatron.planning.communicators import ASSUMPTION, GROUP_MB, PAIR_MB
 from hotspa_megatron.runtime.attention import packed_attention
 
 _MIB: Final = 1 << 20
@@ -86,6 +87,9 @@ class _Calibrator:
         self._say("memory")
         values |= self._memory()
         assumed["margin_mib"] = "kept free against fragmentation"
+        on_device = dist.get_backend() == dist.Backend.NCCL
+        values["communicator_mib"] = [(2, PAIR_MB), (3, GROUP_MB)] if on_device else [(2, 0)]
+        assumed["communicator_mib"] = ASSUMPTION if on_device else "gloo keeps nothing on devices, and little elsewhere"
         self._say("matrix products")
         peaks = {dtype: self._peak(dtype) for dtype in (torch.bfloat16, torch.float32)}
         values["peak_bf16_teraflops"] = peaks[torch.bfloat16] / 1e12
