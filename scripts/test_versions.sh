@@ -14,7 +14,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 suite=(tests/test_launch.py tests/test_patches.py tests/test_training.py tests/test_steps.py tests/test_checkpoint.py
     tests/test_samples.py tests/test_gradients.py tests/test_switching.py tests/test_get_batch.py tests/test_compat.py
     tests/test_flags.py tests/test_step_report.py tests/test_recompute.py tests/test_conversations.py tests/test_resume.py
-    tests/test_start_sample.py)
+    tests/test_start_sample.py tests/test_agreement.py tests/test_guard.py tests/test_nonfinite.py tests/test_merging.py tests/test_auto.py
+    tests/test_endings.py tests/test_data_faults.py tests/test_verify.py tests/test_vocabulary.py)
 releases=()
 while (($#)); do
     case $1 in

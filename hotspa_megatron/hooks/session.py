@@ -107,7 +107,7 @@ class Session:
             check_plans=self.resolved.config.check_plans,
         )
         if self.resolved.config.verify_every is not None:
-            in_home = StepPlanner(self.planner.groups[-1:], self.planner.costs, merge=False)
+            in_home = self.planner.in_home()
             self.guard = Guard(
                 every=self.resolved.config.verify_every,
                 ungraded=why_ungraded(self.args, self.resolved),

@@ -6,6 +6,7 @@ gets the same, which ``StepPlan.digest`` lets ranks compare. It never looks at a
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -282,6 +283,11 @@ class StepPlanner:
             StepCosts(other_times=MicroBatchTime.relative(resolved.shape)) if costs is None else costs,
             merge=merge,
         )
+
+    def in_home(self) -> StepPlanner:
+        """The planner of the static run: home takes every sequence."""
+        costs = dataclasses.replace(self.costs, times=self.costs.times[-1:])
+        return StepPlanner(self.groups[-1:], costs, merge=False)
 
     def plan(self, lengths: Sequence[int] | NDArray[np.integer]) -> StepPlan:
         """Plan a step for sequences of these lengths (tokens, each at least 1); a group without sequences gets no segment.
