@@ -90,7 +90,9 @@ def _keys() -> Iterator[tuple[str, Any, Any]]:
     }
     for top in config._TOP_KEYS:
         if top == "home":
-            yield from ((f"home.{name}", Granularity if name == "recompute" else int, None) for name in config._HOME_KEYS)
+            yield from (
+                (f"home.{name}", Granularity if name == "recompute" else int, None) for name in config._HOME_KEYS
+            )
             continue
         if top != "switch":
             yield _typed(top, top, config.HotSPaConfig)
