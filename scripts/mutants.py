@@ -258,13 +258,22 @@ MUTANTS: Final = (
     ),
     *_of(
         f"{PLANNING}/search.py",
-        ["tests/test_search.py", "-k", "programme or cut_points or given_home or few_tokens"],
+        [
+            "tests/test_search.py",
+            "-k",
+            "programme or cut_points or given_home or few_tokens or together or rest_is_kept",
+        ],
         {
             "a guest's fold is free": (
                 "reached = through.min(axis=0) + self._fold",
                 "reached = through.min(axis=0)",
             ),
             "no cut between two powers of two": ("if size >= 4 * _SHORTEST_CUT else", "if size < 0 else"),
+            "strategies fit if each fits alone": (
+                "memory.capacity(choice.execution, home, others_of(groups, index))",
+                "memory.capacity(choice.execution, home)",
+            ),
+            "no room is made": ("return bool(self._homes)", "return False"),
             "every execution may be home": (
                 "if self._home is not None and strategy != self._home:",
                 "if self._home is not None and strategy == self._home:",
@@ -340,7 +349,22 @@ MUTANTS: Final = (
                 "live = float(strategy.pp - stage)",
                 "live = float(strategy.pp)",
             ),
-            "a shard rounded down": ("-(-self.numels(home)[stage] // shards)", "(self.numels(home)[stage] // shards)"),
+            "a shard rounded down": (
+                "return self.optimizer_bytes * -(-self.numels(home)[stage] // self._shards(home))",
+                "return self.optimizer_bytes * (self.numels(home)[stage] // self._shards(home))",
+            ),
+            "communicators take nothing": (
+                "sizes = () if self._on_gloo else added_sizes(home, key[1])",
+                "sizes = ()",
+            ),
+            "a strategy alone adds communicators": (
+                "key = home, frozenset((strategy, *others))",
+                "key = home, frozenset((strategy,))",
+            ),
+            "folds under way take nothing": (
+                "transfers=waiting + max(0, moves - activations)",
+                "transfers=max(0, moves - activations)",
+            ),
             "a token too many fits": (
                 "return max(0, int(most) // unit * unit)",
                 "return max(0, (int(most) // unit + 1) * unit)",
