@@ -37,40 +37,40 @@ from hotspa_megatron.strict_yaml import ConfigError
 
 SUITE = load_suite("a800")
 # Seconds per step of static with first-fit rows, HotSPa's tables, Megatron's hybrid context parallelism and its packed
-# ideal, from an independent model of the same settings with the same mini-batches.
+# ideal, and static over the kernels alone, from an independent model of the same settings with the same mini-batches.
 OTHER_MODEL = {
-    ("llama-7b", 8, 32768, "wikipedia"): (14.03, 17.35, 15.35, 13.19),
-    ("llama-7b", 8, 32768, "github"): (28.57, 34.81, 29.16, 27.12),
-    ("llama-7b", 8, 16384, "wikipedia"): (13.42, 15.78, 14.81, 12.66),
-    ("llama-7b", 8, 16384, "github"): (25.63, 28.28, 26.15, 24.12),
-    ("llama-7b", 8, 8192, "wikipedia"): (12.83, 14.67, 14.1, 11.99),
-    ("llama-7b", 8, 8192, "github"): (21.59, 25.45, 22.6, 20.67),
-    ("llama-7b", 8, 4096, "wikipedia"): (10.58, 10.58, 12.05, 10.0),
-    ("llama-7b", 8, 4096, "github"): (17.0, 17.06, 18.07, 16.26),
-    ("llama-7b", 16, 32768, "wikipedia"): (7.29, 10.07, 7.67, 6.56),
-    ("llama-7b", 16, 32768, "github"): (14.59, 19.02, 14.51, 13.47),
-    ("llama-7b", 16, 16384, "wikipedia"): (7.06, 8.34, 7.41, 6.3),
-    ("llama-7b", 16, 16384, "github"): (13.1, 14.8, 13.01, 11.98),
-    ("llama-7b", 16, 8192, "wikipedia"): (6.71, 8.09, 7.06, 5.96),
-    ("llama-7b", 16, 8192, "github"): (11.26, 13.89, 11.28, 10.27),
-    ("llama-7b", 16, 4096, "wikipedia"): (5.57, 5.52, 6.04, 4.98),
-    ("llama-7b", 16, 4096, "github"): (8.84, 8.97, 9.05, 8.09),
-    ("llama-13b", 16, 32768, "wikipedia"): (14.39, 16.57, 18.15, 13.27),
-    ("llama-13b", 16, 32768, "github"): (27.93, 31.88, 34.86, 27.65),
-    ("llama-13b", 16, 16384, "wikipedia"): (12.96, 15.19, 16.97, 12.39),
-    ("llama-13b", 16, 16384, "github"): (24.03, 26.75, 27.72, 23.38),
-    ("llama-13b", 16, 8192, "wikipedia"): (12.26, 14.7, 16.37, 11.76),
-    ("llama-13b", 16, 8192, "github"): (20.69, 25.07, 24.5, 20.19),
-    ("llama-13b", 16, 4096, "wikipedia"): (10.14, 10.71, 14.36, 9.87),
-    ("llama-13b", 16, 4096, "github"): (16.22, 17.24, 20.12, 16.01),
-    ("llama-32b", 32, 32768, "wikipedia"): (20.98, 24.29, 26.81, 19.19),
-    ("llama-32b", 32, 32768, "github"): (40.68, 48.42, 49.53, 38.97),
-    ("llama-32b", 32, 16384, "wikipedia"): (17.51, 21.33, 24.61, 18.42),
-    ("llama-32b", 32, 16384, "github"): (31.31, 37.02, 41.64, 34.67),
-    ("llama-32b", 32, 8192, "wikipedia"): (16.49, 20.02, 23.57, 17.43),
-    ("llama-32b", 32, 8192, "github"): (27.02, 33.74, 36.16, 29.99),
-    ("llama-32b", 32, 4096, "wikipedia"): (13.85, 13.86, 20.16, 14.16),
-    ("llama-32b", 32, 4096, "github"): (21.58, 21.65, 28.52, 22.97),
+    ("llama-7b", 8, 32768, "wikipedia"): (14.03, 17.35, 15.35, 13.19, 1.11),
+    ("llama-7b", 8, 32768, "github"): (28.57, 34.81, 29.16, 27.12, 1.1),
+    ("llama-7b", 8, 16384, "wikipedia"): (13.42, 15.78, 14.81, 12.66, 1.11),
+    ("llama-7b", 8, 16384, "github"): (25.63, 28.28, 26.15, 24.12, 1.11),
+    ("llama-7b", 8, 8192, "wikipedia"): (12.83, 14.67, 14.1, 11.99, 1.12),
+    ("llama-7b", 8, 8192, "github"): (21.59, 25.45, 22.6, 20.67, 1.09),
+    ("llama-7b", 8, 4096, "wikipedia"): (10.58, 10.58, 12.05, 10.0, 1.11),
+    ("llama-7b", 8, 4096, "github"): (17.0, 17.06, 18.07, 16.26, 1.09),
+    ("llama-7b", 16, 32768, "wikipedia"): (7.29, 10.07, 7.67, 6.56, 1.16),
+    ("llama-7b", 16, 32768, "github"): (14.59, 19.02, 14.51, 13.47, 1.12),
+    ("llama-7b", 16, 16384, "wikipedia"): (7.06, 8.34, 7.41, 6.3, 1.17),
+    ("llama-7b", 16, 16384, "github"): (13.1, 14.8, 13.01, 11.98, 1.13),
+    ("llama-7b", 16, 8192, "wikipedia"): (6.71, 8.09, 7.06, 5.96, 1.17),
+    ("llama-7b", 16, 8192, "github"): (11.26, 13.89, 11.28, 10.27, 1.14),
+    ("llama-7b", 16, 4096, "wikipedia"): (5.57, 5.52, 6.04, 4.98, 1.17),
+    ("llama-7b", 16, 4096, "github"): (8.84, 8.97, 9.05, 8.09, 1.13),
+    ("llama-13b", 16, 32768, "wikipedia"): (14.39, 16.57, 18.15, 13.27, 1.26),
+    ("llama-13b", 16, 32768, "github"): (27.93, 31.88, 34.86, 27.65, 1.2),
+    ("llama-13b", 16, 16384, "wikipedia"): (12.96, 15.19, 16.97, 12.39, 1.18),
+    ("llama-13b", 16, 16384, "github"): (24.03, 26.75, 27.72, 23.38, 1.15),
+    ("llama-13b", 16, 8192, "wikipedia"): (12.26, 14.7, 16.37, 11.76, 1.18),
+    ("llama-13b", 16, 8192, "github"): (20.69, 25.07, 24.5, 20.19, 1.13),
+    ("llama-13b", 16, 4096, "wikipedia"): (10.14, 10.71, 14.36, 9.87, 1.16),
+    ("llama-13b", 16, 4096, "github"): (16.22, 17.24, 20.12, 16.01, 1.14),
+    ("llama-32b", 32, 32768, "wikipedia"): (20.98, 24.29, 26.81, 19.19, 1.5),
+    ("llama-32b", 32, 32768, "github"): (40.68, 48.42, 49.53, 38.97, 1.43),
+    ("llama-32b", 32, 16384, "wikipedia"): (17.51, 21.33, 24.61, 18.42, 1.29),
+    ("llama-32b", 32, 16384, "github"): (31.31, 37.02, 41.64, 34.67, 1.22),
+    ("llama-32b", 32, 8192, "wikipedia"): (16.49, 20.02, 23.57, 17.43, 1.28),
+    ("llama-32b", 32, 8192, "github"): (27.02, 33.74, 36.16, 29.99, 1.22),
+    ("llama-32b", 32, 4096, "wikipedia"): (13.85, 13.86, 20.16, 14.16, 1.28),
+    ("llama-32b", 32, 4096, "github"): (21.58, 21.65, 28.52, 22.97, 1.23),
 }
 REDUCED = (
     ("llama-7b", 8, 4096, "wikipedia"),
@@ -97,13 +97,15 @@ def check(cell: Cell) -> None:
     if cell.model == "llama-7b":
         # One replica fits a GPU: pipelines are not needed.
         assert cell.hotspa_s <= 1.10 * cell.ceiling_s
-    static, tables, hybrid, dynamic = OTHER_MODEL[key(cell)]
+    static, tables, hybrid, dynamic, static_by_ceiling = OTHER_MODEL[key(cell)]
     assert cell.hotspa_tables_s == pytest.approx(tables, rel=0.03)
     assert cell.static_first_fit_s == pytest.approx(static, rel=0.03)
-    # And lets the reduction hide behind an eighth of the step, where only the last micro-batch's backward can hide it:
-    # that matters where replicas lie on several nodes.
-    assert cell.hybrid_cp_s == pytest.approx(hybrid, rel=0.03 if cell.gpus < 32 else 0.08)
-    assert cell.dynamic_cp_s == pytest.approx(dynamic, rel=0.03 if cell.gpus < 32 else 0.05)
+    assert cell.hybrid_cp_s == pytest.approx(hybrid, rel=0.03)
+    assert cell.dynamic_cp_s == pytest.approx(dynamic, rel=0.03)
+    # A ratio of two digits.
+    assert cell.ceiling_s == pytest.approx(static / static_by_ceiling, rel=0.035)
+    # Packed by cost, which at 4K tokens is all that there is to gain; there the other model's own best is this static plan.
+    assert 0.88 * static <= cell.static_s <= 1.03 * static
 
 
 def test_the_suite_has_every_setting_of_hotspas_evaluation() -> None:
