@@ -154,6 +154,22 @@ def test_the_programme_finds_what_trying_everything_finds() -> None:
             assert solution.seconds - ends == pytest.approx(best)
 
 
+@pytest.mark.parametrize(("model", "gpus", "sequences"), [("llama-32b", 32, 192), ("llama-13b", 16, 96)])
+def test_the_baseline_is_the_best_of_all_static_runs(model: str, gpus: int, sequences: int) -> None:
+    """Pipelines with one sequence much longer than the others among them: a few micro-batches, all padded to that one."""
+    shape = replace(KNOWN_MODELS[model], seq_length=32768)
+    random = np.random.default_rng(4)
+    batch = np.minimum(np.exp(random.normal(6.6, 1.5, sequences)).astype(int) + 1, 32768)
+    batch[0] = 32768
+    executions = legal_executions(shape, gpus, max_tp=8, vpp=(1, 3))
+    searching = search._Search(Models(shape, A800, gpus), [batch], executions, None)
+    homes, _ = searching._homes()
+    every = {home.execution: searching._seconds((home,)) for home in homes}
+    best = min(every, key=every.__getitem__)
+    assert len(every) > 20 and (gpus == 16 or best.strategy.pp > 1)
+    assert searching._statics(homes)[0].execution == best
+
+
 def test_a_step_of_few_tokens_leaves_room_for_its_longest_sequence() -> None:
     shape = replace(SEVEN, seq_length=256)
     planned = plan_strategies(

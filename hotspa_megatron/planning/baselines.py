@@ -194,13 +194,18 @@ def _shard_move(model: CostModel) -> float:
 
 
 def hybrid_context(model: CostModel, batches: Sequence[Lengths], *, max_tp: int, packed: bool) -> float:
-    """Mean step of context parallelism by sequence length under one tp and pp 1, the best tp and recomputation.
+    """Mean step of context parallelism by sequence length under one tp and pp 1.
 
     Each sequence runs on the power of two of context-parallel ranks that holds it, longest first on the ranks that are free
     earliest, without any barrier. ``packed`` False: one sequence per micro-batch, as in Megatron's hybrid_cp_schedule.
     True: the ideal of a scheme that packs, in which a sequence pays its share of a micro-batch's fixed time and nothing is
-    lost between micro-batches; no such scheduler exists.
+    lost between micro-batches; no such scheduler exists. In the rival's favour, tp and recomputation are the best for every
+    batch by itself, and the reduction hides behind a quarter of the step, whatever comes last.
     """
+    return _mean([_best_hybrid(model, batch, max_tp=max_tp, packed=packed) for batch in batches])
+
+
+def _best_hybrid(model: CostModel, batch: Lengths, *, max_tp: int, packed: bool) -> float:
     best = math.inf
     shape = model.shape
     for tp in (size for size in range(1, max_tp + 1) if model.world_size % size == 0):
@@ -209,15 +214,10 @@ def hybrid_context(model: CostModel, batches: Sequence[Lengths], *, max_tp: int,
         alone = Strategy.from_world(model.world_size, tp=tp, cp=1, pp=1)
         for share in RECOMPUTE_SHARES:
             capacity = model.memory.capacity(Execution(strategy=alone, recompute=share), alone)
-            longest = max(int(batch.max()) for batch in batches)
-            if capacity < 64 or longest > capacity * alone.dp:
+            if capacity < 64 or int(batch.max()) > capacity * alone.dp:
                 continue
-            steps = []
-            for batch in batches:
-                busy = _scheduled(model, batch, tp=tp, share=share, capacity=capacity, packed=packed)
-                # Whatever comes last, the reduction is granted a quarter of the step to hide behind: in the rival's favour.
-                steps.append(busy + model.home_reduction(alone, last=busy / 4) + model.optimizer_seconds(alone))
-            best = min(best, _mean(steps))
+            busy = _scheduled(model, batch, tp=tp, share=share, capacity=capacity, packed=packed)
+            best = min(best, busy + model.home_reduction(alone, last=busy / 4) + model.optimizer_seconds(alone))
     return best
 
 

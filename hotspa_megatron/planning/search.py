@@ -28,7 +28,7 @@ from hotspa_megatron.strategy import Kind, Strategy
 
 _FILLED: Final = 0.97
 """Share of a micro-batch's room that packing fills."""
-_STATIC_SLACK: Final = 0.97
+_STATIC_SLACK: Final = 0.92
 """Static plans whose estimate, times this, is below the best exact time are timed exactly, too."""
 _MOST_STATIC: Final = 24
 _FINALISTS: Final = 5
@@ -503,8 +503,10 @@ class _Search:
             found = np.full_like(work, math.inf)
             for factor in (1, 2, 4):
                 count = np.minimum(most, fewest * factor)
-                slot = np.maximum(work / (strategy.dp * count) + time.fixed, alone)
-                found = np.minimum(found, (count + (strategy.pp - 1) / strategy.vpp) * slot)
+                # All are padded to the longest sequence's tokens at least; only one of them has its square.
+                tokens = np.maximum(sums.tokens / (strategy.dp * count), sums.longest)
+                slot = np.asarray(time.seconds(tokens, sums.squares / (strategy.dp * count)))
+                found = np.minimum(found, count * slot + (strategy.pp - 1) / strategy.vpp * np.maximum(slot, alone))
         mean: _Estimates = np.where(sums.count > 0, found, 0.0).mean(axis=0)
         fits = np.array([self._least(execution, home, cut) <= capacity if cut else True for cut in self._cuts])
         mean = np.where(fits[None, :], mean, math.inf)
