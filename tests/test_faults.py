@@ -126,11 +126,9 @@ def _check_stop(broken: Broken, stopped: int, others: Sequence[int], traces: Tra
             assert re.search("does not beat any more|has not come to its first step", findings[-1].line)
         assert findings[-1].at < loss.at
         losses.append(loss)
-    # The first one to give up had waited for as long as the backend lets it; the others lost that one.
-    first = min(losses, key=lambda loss: loss.at)
-    assert re.search(r"Timed out waiting|Application timeout", first.line) and first.at - first.since >= BACKEND_S, (
-        first
-    )
+    # Some rank gave up after as long as the backend lets it; the others lost that one, and may be the first to say so.
+    assert all(loss.at - loss.since >= BACKEND_S for loss in losses), losses
+    assert any(re.search(r"Timed out waiting|Application timeout", loss.line) for loss in losses), losses
 
 
 def logged(log: Path) -> list[tuple[int, float]]:
