@@ -542,6 +542,11 @@ def test_what_cannot_be_used_or_written_is_said_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lever_is_a_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--without", "interleaving", *CLUSTER, "--", *MODEL, *BATCH]) == 2
+    assert "--without: is for a suite; add --suite" in one_line(capsys)
+
+
 def test_a_file_that_is_there_is_kept_until_there_is_something_to_write(tmp_path: Path) -> None:
     path = tmp_path / "steps.csv"
     path.write_text("kept")

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotspa_megatron.planning import plan_strategies, search
+from hotspa_megatron.planning.alignment import alignment_of
 from hotspa_megatron.planning.communicators import group_memory
 from hotspa_megatron.planning.execution import VIRTUAL_STAGES, Execution, legal_executions
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
@@ -168,6 +169,20 @@ def test_the_baseline_is_the_best_of_all_static_runs(model: str, gpus: int, sequ
     best = min(every, key=every.__getitem__)
     assert len(every) > 20 and (gpus == 16 or best.strategy.pp > 1)
     assert searching._statics(homes)[0].execution == best
+
+
+def test_micro_batches_larger_than_the_longest_sequence_are_a_lever() -> None:
+    shape = replace(SEVEN, seq_length=8192)
+    batches = [WIKIPEDIA.limited(8192).sample(256, seed=2)]
+    with_it, without = (
+        plan_batches(batches, shape=shape, hardware=A800, world_size=16, beyond_longest=beyond)
+        for beyond in (True, False)
+    )
+    assert any(choice.tokens_per_microbatch > choice.max_length for choice in with_it.groups)
+    for choice in (*without.groups, without.static):
+        unit = alignment_of(choice.execution.strategy, sequence_parallel=without.home.execution.strategy.tp > 1).total
+        assert choice.max_length <= choice.tokens_per_microbatch < choice.max_length + unit
+    assert with_it.time.total < without.time.total <= without.static_time.total
 
 
 def test_a_step_of_few_tokens_leaves_room_for_its_longest_sequence() -> None:

@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hotspa_megatron.cli import charts, described_run, options, progress, tables
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
 from hotspa_megatron.planning.search import plan_strategies
 from hotspa_megatron.planning.simulate import (
     Cell,
+    Lever,
     SimulatedStep,
     load_suite,
     other_systems,
@@ -69,6 +70,11 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
         usage="hotspa simulate --suite NAME | --hardware H --world-size N (--corpus P | --lengths F) [-- MEGATRON ARGS]",
     )
     parser.add_argument("--suite", metavar="NAME", help=f"a suite of settings: {', '.join(suite_names())}")
+    parser.add_argument(
+        "--without",
+        choices=get_args(Lever),
+        help="run the suite without virtual stages, or without micro-batches larger than a group's longest sequence",
+    )
     described_run.add_options(parser, required=False)
     parser.add_argument("--steps", default="8", metavar="N", help="steps of a run (default 8)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the sequences drawn (default 1)")
@@ -87,6 +93,8 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     if arguments.plot is not None:
         charts.check(arguments.plot)
     if arguments.suite is None:
+        if arguments.without is not None:
+            raise ValueError("--without: is for a suite; add --suite")
         _run_steps(arguments, megatron_arguments)
         return
     given = [
@@ -97,7 +105,11 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         raise ValueError(f"--suite: says all of model, cluster and lengths; remove {what}")
     suite = load_suite(arguments.suite)
     jobs = described_run.whole("--jobs", arguments.jobs) if arguments.jobs else os.cpu_count() or 1
-    cells = list(progress.counted(run_suite(suite, jobs=jobs), what="settings", total=len(suite.settings)))
+    cells = list(
+        progress.counted(
+            run_suite(suite, jobs=jobs, without=arguments.without), what="settings", total=len(suite.settings)
+        )
+    )
     if arguments.csv:
         _write_csv(arguments.csv, [_flat(cell) for cell in cells])
     if arguments.plot:

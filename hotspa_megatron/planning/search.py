@@ -169,8 +169,12 @@ def plan_batches(
     max_tp: int | None = None,
     max_cp: int | None = None,
     optimizer_bytes: int = ADAM_BYTES,
+    beyond_longest: bool = True,
 ) -> PlannedRun:
-    """``plan_strategies`` for given mini-batches: lengths in tokens, none above ``shape.seq_length``."""
+    """``plan_strategies`` for given mini-batches: lengths in tokens, none above ``shape.seq_length``.
+
+    ``beyond_longest`` False: no micro-batch larger than its group's longest sequence, to see what larger ones give.
+    """
     shares = sorted({*recompute, *(() if home_recompute is None else (home_recompute,))})
     executions = legal_executions(
         shape,
@@ -186,13 +190,13 @@ def plan_batches(
         ]
         executions = tuple(sorted({*executions, *uneven}))
     models = Models(shape, hardware, world_size, home=home, optimizer_bytes=optimizer_bytes)
-    searching = _Search(models, batches, executions, home, home_recompute)
+    searching = _Search(models, batches, executions, home, home_recompute, beyond_longest)
     found = searching.run()
     plain = tuple(each for each in executions if each.strategy.vpp == 1)
     if plain == executions or (home is not None and home.vpp > 1):
         return found
     try:
-        other = _Search(models, batches, plain, home, home_recompute).run()
+        other = _Search(models, batches, plain, home, home_recompute, beyond_longest).run()
     except ValueError:  # without virtual stages nothing fits
         return found
     # With more to choose from a search that improves step by step can end at less: neither may be lost.
@@ -287,8 +291,9 @@ class _Search:
         executions: Sequence[Execution],
         home: Strategy | None,
         home_recompute: float | None = None,
+        beyond_longest: bool = True,
     ) -> None:
-        self._models, self._batches = models, batches
+        self._models, self._batches, self._beyond_longest = models, batches, beyond_longest
         self._home, self._home_recompute = home, home_recompute
         self._executions = executions
         self._longest = models.shape.seq_length
@@ -370,9 +375,11 @@ class _Search:
         memory, sized = self._models.under(home).memory, []
         for index, choice in enumerate(groups):
             capacity = memory.capacity(choice.execution, home, others_of(groups, index))
-            if capacity < self._least(choice.execution, home, choice.max_length):
+            least = self._least(choice.execution, home, choice.max_length)
+            if capacity < least:
                 return None
-            sized.append(replace(choice, tokens_per_microbatch=self._cap(capacity)))
+            budget = self._cap(capacity) if self._beyond_longest else least
+            sized.append(replace(choice, tokens_per_microbatch=budget))
         return tuple(sized)
 
     def _least(self, execution: Execution, home: Strategy, length: int) -> int:
@@ -496,7 +503,8 @@ class _Search:
         work = np.asarray(time.seconds(sums.tokens, sums.squares)) - time.fixed
         alone = np.asarray(time.seconds(sums.longest, sums.longest**2))
         most = np.maximum(1.0, np.ceil(sums.count / strategy.dp))
-        fewest = np.minimum(most, np.maximum(1.0, np.ceil(sums.tokens / (_FILLED * max(capacity, 1)) / strategy.dp)))
+        room = np.minimum(max(capacity, 1), math.inf if self._beyond_longest else np.maximum(1, self._cuts))
+        fewest = np.minimum(most, np.maximum(1.0, np.ceil(sums.tokens / (_FILLED * room) / strategy.dp)))
         if strategy.pp == 1:
             found = np.maximum(work / strategy.dp + time.fixed * fewest, alone)
         else:

@@ -5,13 +5,14 @@ Everything here is modelled. Decides nothing: ``search`` chooses, ``step_time`` 
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from hotspa_megatron.planning.step_time import GroupChoice, RunModel, StepTime
 from hotspa_megatron.strategy import Strategy
 from hotspa_megatron.strict_yaml import Value, config_error, read_document, shown
 
+Lever: TypeAlias = Literal["interleaving", "long packing"]
+"""What a suite can be run without: virtual stages; micro-batches larger than their group's longest sequence."""
 _FOLDER: Final = Path(__file__).with_name("suites")
 
 
@@ -168,18 +171,19 @@ def read_suite(path: Path) -> Suite:
     )
 
 
-def run_suite(suite: Suite, *, jobs: int = 1) -> Iterator[Cell]:
+def run_suite(suite: Suite, *, jobs: int = 1, without: Lever | None = None) -> Iterator[Cell]:
     """Every setting's cell, in the suite's order, as they become ready; over ``jobs`` processes where more than one."""
+    cell = functools.partial(run_cell, suite, without=without)
     if jobs == 1:
-        yield from (run_cell(suite, setting) for setting in suite.settings)
+        yield from map(cell, suite.settings)
         return
     # Not fork: numpy may hold threads.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(run_cell, [suite] * len(suite.settings), suite.settings)
+        yield from pool.map(cell, suite.settings)
 
 
-def run_cell(suite: Suite, setting: Setting) -> Cell:
-    """All systems in one setting."""
+def run_cell(suite: Suite, setting: Setting, *, without: Lever | None = None) -> Cell:
+    """All systems in one setting; ``without``: what ours and the best static strategy have to do without."""
     batches = suite.batches(setting)
     shape = replace(KNOWN_MODELS[setting.model], seq_length=setting.context)
     planned = plan_batches(
@@ -188,7 +192,8 @@ def run_cell(suite: Suite, setting: Setting) -> Cell:
         hardware=suite.hardware,
         world_size=setting.gpus,
         max_tp=setting.max_tp,
-        vpp=VIRTUAL_STAGES,
+        vpp=(1,) if without == "interleaving" else VIRTUAL_STAGES,
+        beyond_longest=without != "long packing",
     )
     model = _with_tensor_parallelism(Models(shape, suite.hardware, setting.gpus))
     table = hotspa_table(setting.model, setting.gpus, setting.context)
