@@ -141,7 +141,7 @@ def test_a_suite_over_processes_gives_the_same_cells() -> None:
 
 def test_levers_can_be_left_out() -> None:
     """One at a time; what is left of a plan is no faster for it."""
-    setting = setting_of("llama-32b", 32, 32768, "github")
+    setting = setting_of("llama-13b", 16, 8192, "wikipedia")
     whole, plain, short = (run_cell(SUITE, setting, without=lever) for lever in (None, "interleaving", "long packing"))
     assert "vpp" in " ".join(whole.groups) and "vpp" not in " ".join((plain.static, *plain.groups))
     assert whole.hotspa_s < min(plain.hotspa_s, short.hotspa_s) and whole.static_s <= min(
