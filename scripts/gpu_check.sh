@@ -53,9 +53,14 @@ step() {
 step 'moves and folds' "$python" scripts/gpu_check.py
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-step 'profile of one rank' "$python" -m hotspa_megatron.cli.main profile --ranks 1 --output "$folder/profile.yaml"
-step 'the profile, read as plans read it' "$python" -c \
-    'import sys; from hotspa_megatron.planning.hardware import load_hardware; load_hardware(sys.argv[1])' "$folder/profile.yaml"
+# What a profile lacks must not keep the tests from their run.
+profiled=0
+{
+    step 'profile of one rank' "$python" -m hotspa_megatron.cli.main profile --ranks 1 --output "$folder/profile.yaml" &&
+        step 'the profile, read as plans read it' "$python" -c \
+            'import sys; from hotspa_megatron.planning.hardware import load_hardware; load_hardware(sys.argv[1])' \
+            "$folder/profile.yaml"
+} || profiled=$?
 
 # Named, as pytest would sort them: the quick ones first.
 tests=(tests/test_transport.py)
@@ -77,4 +82,5 @@ if ((code == 124 || code == 137)); then
     done
 fi
 ((code == 0)) || exit "$code"
+((profiled == 0)) || { printf '\ngpu_check: the profile failed\n' >&2 && exit "$profiled"; }
 printf '\ngpu_check: all steps passed\n'

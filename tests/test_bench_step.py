@@ -216,6 +216,10 @@ def test_ratios_are_of_medians_and_noise_is_not_judged() -> None:
         (["--ranks", "0"], "--ranks: '0' is not a whole number of at least 1"),
         ([], "--ranks: missing"),
         (["--ranks", "4", "--config", "x.yaml"], "--home: missing"),
+        (
+            ["--ranks", "4", "--only", "cp4,ours", "--contender", "tp2-cp2-sp"],
+            "--only: lacks tp2-cp2-sp, which --contender",
+        ),
         (["--ranks", "4", "--only", "cp4,cp8"], "--only: 'cp8' is none of static, cp4,"),
         (["--ranks", "4", "--contender", "cp8"], "--contender: 'cp8' is no strategy over 4 ranks; give one of cp4,"),
         (

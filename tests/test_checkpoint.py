@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -463,6 +464,32 @@ def test_an_empty_tracker_stands_for_the_checkpoint_that_was_finished_last(tmp_p
     assert resumed.iterations == unbroken("sharded").iterations[3:]
     assert resumed.parameters == unbroken("sharded").parameters
     assert tracker.read_text() == ""
+
+
+def test_an_empty_tracker_does_not_break_the_next_save(tmp_path: Path) -> None:
+    """With --save-retain-interval Megatron reads a number in it first."""
+    unbroken("sharded")
+    shutil.copytree(workspace() / "sharded" / "iter_0000003", tmp_path / "iter_0000003")
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("")
+    save = ("--save", str(tmp_path), "--save-interval", "1", "--save-retain-interval", "2")
+    resumed = run(SETUPS["sharded"], "--load", str(tmp_path), *save, "--override-opt-param-scheduler", iterations=6)
+    assert resumed.iterations == unbroken("sharded").iterations[3:]
+    assert tracker.read_text() == "6"
+    # As the interval has it: the ones at its multiples stay.
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+
+
+def test_an_iteration_that_is_named_counts_whatever_an_empty_tracker_stands_for(tmp_path: Path) -> None:
+    unbroken("sharded")
+    for number in (3, 6):
+        shutil.copytree(workspace() / "sharded" / f"iter_{number:07d}", tmp_path / f"iter_{number:07d}")
+    os.utime(tmp_path / "iter_0000003" / "metadata.json", (2e9, 2e9))  # gone back to, and saved anew
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
+    resumed = run(
+        SETUPS["sharded"], "--load", str(tmp_path), "--ckpt-step", "3", "--override-opt-param-scheduler", iterations=6
+    )
+    assert resumed.iterations == unbroken("sharded").iterations[3:] and "is empty" not in resumed.output
 
 
 def test_what_an_empty_tracker_stands_for(tmp_path: Path) -> None:

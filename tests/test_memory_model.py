@@ -15,7 +15,7 @@ from hotspa_megatron.config import SwitchConfig
 from hotspa_megatron.planning import communicators, memory_model
 from hotspa_megatron.planning.communicators import added_sizes, group_memory
 from hotspa_megatron.planning.cost_model import CostModel
-from hotspa_megatron.planning.execution import Execution, legal_executions, recomputed_share
+from hotspa_megatron.planning.execution import Execution, Recompute, legal_executions
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.legality import tp_problem
@@ -320,7 +320,7 @@ def test_candidates_are_exactly_the_legal_ones(heads: int, groups: int, layers: 
      (("full", "block", None), 0.125), (("full", "block", 20), 1)],
 )  # fmt: skip
 def test_megatrons_flags_say_how_much_is_recomputed(flags: tuple[Any, Any, Any], share: float) -> None:
-    assert recomputed_share(*flags, layers_of_a_stage=8) == share
+    assert Recompute.of_flags(*flags).share(8) == share
 
 
 def test_an_execution_says_what_it_is() -> None:

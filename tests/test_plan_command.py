@@ -553,6 +553,10 @@ def test_a_file_that_is_there_is_kept_until_there_is_something_to_write(tmp_path
     assert options_module.writable(str(path), flag="--csv") == path and path.read_text() == "kept"
     assert options_module.writable(str(tmp_path / "new.csv"), flag="--csv") and list(tmp_path.iterdir()) == [path]
     assert options_module.writable("/dev/null", flag="--csv") == Path("/dev/null")
+    link, target = tmp_path / "link.csv", tmp_path / "later.csv"
+    link.symlink_to(target)
+    options_module.writable(str(link), flag="--csv")
+    assert link.is_symlink() and not target.exists()
 
 
 class Terminal(io.StringIO):

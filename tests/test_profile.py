@@ -107,7 +107,7 @@ def test_it_ends_in_time_whatever_a_measurement_takes(
     assert ended.value.code == 1 and time.monotonic() - began < 30
     *said, last = capsys.readouterr().err.splitlines()
     assert said[:2] == ["  measuring memory", "  measuring layers"]
-    assert last.startswith("hotspa: profile: not done within 8 s, after which it was still measuring layers; nothing")
+    assert last.startswith("hotspa: profile: not done within 8 s, after which it was still measuring layers. End")
     assert list(tmp_path.iterdir()) == []
 
 

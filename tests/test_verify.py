@@ -63,6 +63,8 @@ def test_from_a_checkpoint_the_steps_after_it_are_run(config: Path, tmp_path: Pa
     assert line[line.index("--exit-interval") + 1] == "5"
     line = read_users_command([*command, "--ckpt-step", "100"]).run(None, steps=5)
     assert line[line.index("--exit-interval") + 1] == "105"
+    (tmp_path / "latest_checkpointed_iteration.txt").unlink()
+    assert read_users_command([*command, "--ckpt-step", "100"]).run(None, steps=5) == line
     # Left empty by a rank that was killed while it wrote it.
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("")
     (tmp_path / "iter_0000900").mkdir()

@@ -216,7 +216,10 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     case = _case(arguments, world.size)
     entered = line_up(case)
     if arguments.only:
-        entered = _only(entered, arguments.only.split(","))
+        names = arguments.only.split(",")
+        if lacking := [name for name in case.named if not {name, "static"} & set(names)]:
+            raise ValueError(f"--only: lacks {lacking[0]}, which --contender names; add it, or remove --contender")
+        entered = _only(entered, names)
     rounds, limit = whole("--rounds", arguments.rounds), whole("--time-limit", arguments.time_limit)
 
     def say(text: str) -> None:
@@ -541,10 +544,16 @@ def _drop_slow(
     say: Callable[[str], None],
 ) -> list[LeftOut]:
     """End, and take out of ``running``, those whose first step was slow; one that others disturbed has another first."""
-    for out in slow_ones(running, {name: each.first_s for name, each in taken.items()}):
-        if taken[out.name].first_disturbed:
-            _turn(started[out.name], taken[out.name], jobs, counts=False)
-    dropped = slow_ones(running, {name: each.first_s for name, each in taken.items()})
+    again: set[str] = set()
+    while True:
+        dropped = slow_ones(running, {name: each.first_s for name, each in taken.items()})
+        disturbed = [out.name for out in dropped if taken[out.name].first_disturbed and out.name not in again]
+        if not disturbed:
+            break
+        # What is fastest may be another then, and who is slow beside it.
+        for name in disturbed:
+            _turn(started[name], taken[name], jobs, counts=False)
+        again.update(disturbed)
     for out in dropped:
         say(f"  {out.name} is dropped: {out.reason}")
         started[out.name].send("stop")

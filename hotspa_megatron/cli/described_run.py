@@ -18,6 +18,7 @@ from hotspa_megatron.planning.execution import Execution, Recompute
 from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.home_flags import RECOMPUTE_ACTIVATIONS, FlagChange, change_of_home
 from hotspa_megatron.planning.lengths import LengthHistogram
+from hotspa_megatron.planning.memory_model import ADAM_BYTES
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.strategy import Strategy
 from hotspa_megatron.strict_yaml import LARGEST_INTEGER, read_document, shown
@@ -53,7 +54,7 @@ class DescribedRun:
     @property
     def optimizer_bytes(self) -> int:
         """Per parameter; as for Adam with fp32 state where the optimizer's is not known."""
-        return 12 if self.line.optimizer_bytes is None else self.line.optimizer_bytes
+        return ADAM_BYTES if self.line.optimizer_bytes is None else self.line.optimizer_bytes
 
     @property
     def recompute(self) -> float:

@@ -33,13 +33,14 @@ def writable(path: str, *, flag: str) -> Path:
         raise ValueError(f"{flag}: '' names no file; write a path")
     target = Path(path)
     try:
+        behind = target.resolve()  # of a link to nothing, what it names: the link itself stays
         if target.exists() and not target.is_file() and not target.is_dir():
             return target  # a pipe or a device, which must not be opened twice
-        there = target.exists()
-        with target.open("ab"):
+        there = behind.exists()
+        with behind.open("ab"):
             pass
         if not there:
-            os.unlink(target)
+            os.unlink(behind)
     except OSError as error:
         raise ValueError(f"{flag}: {path}: {error.strerror}") from None
     return target

@@ -21,6 +21,7 @@ from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning import plan_file
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
 from hotspa_megatron.planning.home_flags import FlagChange
+from hotspa_megatron.planning.memory_model import GIB
 from hotspa_megatron.planning.plan_file import home_recompute_of, kind_of
 from hotspa_megatron.planning.search import PlannedRun, plan_strategies
 from hotspa_megatron.strategy import Kind
@@ -39,7 +40,6 @@ examples:
 
 Times and memory are modelled from the cluster's description, not measured. `hotspa explain` checks what was written.
 """
-_GIB: Final = 2**30
 _NEAREST: Final = 3
 """Of what memory rules out, so many of each kind are shown."""
 _LEFT: Final = ("lengths", "strategy", "kind")
@@ -257,8 +257,8 @@ def _print(planned: PlannedRun, described: DescribedRun, path: Path) -> None:
             choice.execution,
             kind_of(choice, planned),
             f"{choice.tokens_per_microbatch:,}",
-            f"{held.total / _GIB:.1f}",
-            f"{held.limit / _GIB:.1f}",
+            f"{held.total / GIB:.1f}",
+            f"{held.limit / GIB:.1f}",
         )
     tables.print_table(console, f"{described.world_size} x {described.hardware.name}, {described.lengths_from}", shown)
     time = planned.time
@@ -302,8 +302,8 @@ def _print_refused(planned: PlannedRun, console: Console) -> None:
                 shown,
                 *((str(kind), len(ruled_out)) if place == 0 else ("", "")),
                 refusal.execution,
-                f"{refusal.needed / _GIB:.1f}",
-                f"{refusal.limit / _GIB:.1f}",
+                f"{refusal.needed / GIB:.1f}",
+                f"{refusal.limit / GIB:.1f}",
             )
     tables.print_table(console, "Ruled out by memory (--json lists all, with what takes it)", shown)
 

@@ -91,10 +91,11 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
 
 
 def _measure(world: World, backend: str | None) -> dict[str, Any]:
-    deadline, doing = time.monotonic() + _LIMIT_S, "starting ranks"
     with Jobs(world, _nothing_to_prepare) as jobs:
         ranks = jobs.start("profile", _measure_on_this_rank, backend)
         jobs.begin([ranks])
+        # From here on, where all launchers' processes meet, so that their time ends together.
+        deadline, doing = time.monotonic() + _LIMIT_S, "beginning"
         while True:
             try:
                 messages = ranks.receive(limit_s=max(0.0, deadline - time.monotonic()))
@@ -102,8 +103,8 @@ def _measure(world: World, backend: str | None) -> dict[str, Any]:
                 if time.monotonic() < deadline:
                     raise
                 raise RanksFailed(
-                    f"profile: not done within {_LIMIT_S:.0f} s, after which it was still {doing}; nothing was written. End what "
-                    "else runs here, or give fewer --ranks"
+                    f"profile: not done within {_LIMIT_S:.0f} s, after which it was still {doing}. End what else runs here, "
+                    "or give fewer --ranks"
                 ) from None
             if isinstance(messages[0], dict):
                 return messages[0]

@@ -25,6 +25,7 @@ from hotspa_megatron.planning.simulate import (
     simulate_run,
     suite_names,
 )
+from hotspa_megatron.planning.simulate import described as described_groups
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -98,7 +99,9 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         _run_steps(arguments, megatron_arguments)
         return
     given = [
-        name for name in ("hardware", "world_size", "corpus", "lengths", "from_script") if getattr(arguments, name)
+        name
+        for name in ("hardware", "world_size", "corpus", "lengths", "from_script", "sequences")
+        if getattr(arguments, name)
     ]
     if given or megatron_arguments:
         what = f"--{given[0].replace('_', '-')}" if given else "Megatron's arguments"
@@ -126,16 +129,17 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     if arguments.json:
         described = {
             "suite": suite.name,
+            "without": arguments.without,
             "hardware": suite.hardware.name,
             "assumed": list(suite.hardware.assumed),
             "cells": [asdict(cell) for cell in cells],
         }
         print(json.dumps(described, indent=2))
     else:
-        _print_suite(cells, suite.hardware.name, suite.hardware.assumed)
+        _print_suite(cells, suite.hardware.name, suite.hardware.assumed, without=arguments.without)
 
 
-def _print_suite(cells: Sequence[Cell], hardware: str, assumed: Sequence[str]) -> None:
+def _print_suite(cells: Sequence[Cell], hardware: str, assumed: Sequence[str], *, without: Lever | None) -> None:
     console = tables.console()
     names = [name for name, _ in _SYSTEMS]
     shown = tables.table("setting", *names, "static/ours", "ours/ceiling", "switch", left=("setting",))
@@ -149,7 +153,8 @@ def _print_suite(cells: Sequence[Cell], hardware: str, assumed: Sequence[str]) -
             f"{cell.hotspa_s / cell.ceiling_s:.2f}x",
             f"{cell.switch_fraction:.1%}",
         )
-    tables.print_table(console, f"Seconds per step on {hardware} (modelled)", shown)
+    left_out = f", without {without}" if without else ""
+    tables.print_table(console, f"Seconds per step on {hardware} (modelled){left_out}", shown)
     gains = [cell.static_s / cell.hotspa_s for cell in cells]
     tables.say(
         console,
@@ -210,7 +215,7 @@ def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str])
             title=f"Seconds per step on {described.world_size} x {described.hardware.name} (modelled)",
             series={"static": [step.static.total for step in steps], "ours": [step.time.total for step in steps]},
         )
-    groups = [f"<={choice.max_length} {choice.execution}" for choice in planned.groups]
+    groups = described_groups(planned.groups)
     if arguments.json:
         said = {"groups": groups, "static": str(planned.static.execution), "steps": rows, "means": means}
         print(json.dumps(said, indent=2))

@@ -248,10 +248,12 @@ def _iterations_behind(command: Sequence[str]) -> int:
 
     load = values_of(command, "--load")
     tracker = Path(load[-1]) / "latest_checkpointed_iteration.txt" if load else None
-    if tracker is None or "--finetune" in command or not tracker.is_file():
+    if tracker is None or "--finetune" in command:
         return 0
     if chosen := whole_of(command, "--ckpt-step"):
         return chosen
+    if not tracker.is_file():
+        return 0
     text = tracker.read_text().strip()
     return int(text) if text.isdigit() else last_finished(tracker) or 0  # "release" begins at 0
 

@@ -118,9 +118,10 @@ def _saved(args: Any, say: Callable[[str], None]) -> _Saved | None:
     from megatron.training import checkpointing
 
     tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
-    _check_tracker(tracker)
+    if not getattr(args, "ckpt_step", None):  # which counts, whatever the tracker says
+        _check_tracker(tracker)
     number = last_finished(tracker)
-    if number is not None:
+    if number is not None and not getattr(args, "ckpt_step", None):
         say(
             f"{tracker} is empty, as a job leaves it that is killed while it writes it: the last checkpoint that was finished "
             f"counts, that of iteration {number}"
@@ -168,6 +169,17 @@ def _check_tracker(tracker: Path) -> None:
     if whole:
         fix = f"the latest whole checkpoint is that of iteration {max(whole)}: write {max(whole)} into it"
     raise ValueError(f"--load: {tracker} should name an iteration, and holds {shown(text)}; {fix}")
+
+
+def fill(tracker: Path, *, chosen: int | None) -> None:
+    """Write into an empty tracker what it stands for, before Megatron reads the number in it as the one saved before.
+
+    ``chosen``: the iteration of --ckpt-step, where a folder's history does not say.
+    """
+    if tracker.is_file() and not tracker.read_text(errors="replace").strip():
+        number = last_finished(tracker) or chosen
+        if number is not None:
+            tracker.write_text(str(number))
 
 
 def last_finished(tracker: Path) -> int | None:

@@ -5,6 +5,7 @@ Each function here wraps one of Megatron's; ``install`` lists which. Decisions a
 
 from __future__ import annotations
 
+import argparse
 import functools
 import inspect
 import sys
@@ -12,6 +13,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
+
+import torch.distributed as dist
 
 from hotspa_megatron.hooks import checkpoint, endings
 from hotspa_megatron.hooks.flags import FLAG
@@ -23,7 +26,11 @@ def read_an_empty_tracker(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def read_metadata(tracker_filename: Any, *rest: Any, **options: Any) -> Any:
-        number = checkpoint.last_finished(Path(tracker_filename)) if _is_asked_for() else None
+        args = _under_the_flag()
+        number = None
+        if args is not None and Path(tracker_filename).is_file() and not Path(tracker_filename).read_text().strip():
+            # One that was named on the command line counts, whatever the tracker would have said.
+            number = getattr(args, "ckpt_step", None) or checkpoint.last_finished(Path(tracker_filename))
         if number is None:
             return original(tracker_filename, *rest, **options)
         with tempfile.TemporaryDirectory() as folder:
@@ -35,14 +42,15 @@ def read_an_empty_tracker(original: Callable[..., Any]) -> Callable[..., Any]:
     return read_metadata
 
 
-def _is_asked_for() -> bool:
-    """Whether the flag is set; with --use-checkpoint-args Megatron asks before it has read its command line."""
+def _under_the_flag() -> Any:
+    """Megatron's arguments where the flag is set, else None; with --use-checkpoint-args it asks before it has them."""
     from megatron.training.global_vars import get_args
 
     try:
-        return getattr(get_args(), "hotspa_config", None) is not None
+        args = get_args()
     except AssertionError:
-        return any(word.split("=", 1)[0] == FLAG for word in sys.argv)
+        return argparse.Namespace() if any(word.split("=", 1)[0] == FLAG for word in sys.argv) else None
+    return args if getattr(args, "hotspa_config", None) is not None else None
 
 
 def count_samples_of_this_job(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,6 +96,8 @@ def move_schedule_with_the_count(original: Callable[..., Any]) -> Callable[..., 
 
 
 def say_why_not_saved(original: Callable[..., Any]) -> Callable[..., Any]:
+    from megatron.training import checkpointing
+
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *positional: Any, **options: Any) -> Any:
         session = current_session()
@@ -95,6 +105,9 @@ def say_why_not_saved(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(iteration, *positional, **options)
         session.progress.at("save", f"of iteration {iteration}")
         try:
+            if dist.get_rank() == 0:
+                tracker = Path(checkpointing.get_checkpoint_tracker_filename(session.args.save))
+                checkpoint.fill(tracker, chosen=getattr(session.args, "ckpt_step", None))
             result = original(iteration, *positional, **options)
         except BaseException as error:  # torch's own for checkpoints is no Exception
             _refuse_unsaved(session, f"the checkpoint of iteration {iteration}", error)

@@ -22,6 +22,7 @@ from typing import Final, TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hotspa_megatron.hooks.checkpoint import last_finished
 from hotspa_megatron.runtime.watchdog import Progress, Store
 
 _Found = TypeVar("_Found")
@@ -156,8 +157,9 @@ def state_of(folder: str) -> str:
         free = f"{shutil.disk_usage(folder).free >> 20:,} MiB are free there; "
     except OSError:
         free = ""
+    tracker = Path(folder) / "latest_checkpointed_iteration.txt"
     try:
-        number = int((Path(folder) / "latest_checkpointed_iteration.txt").read_text())
+        number = last_finished(tracker) or int(tracker.read_text())
     except (OSError, ValueError):
         return f"{free}{folder} holds no whole one"
     return f"{free}the last whole one in {folder} is that of iteration {number}"

@@ -120,7 +120,7 @@ def plan_before_and_create_groups_after(original: Callable[..., Any]) -> Callabl
                 agreement.compare(agreement.given(args, None))
                 args.hotspa_config = str(auto.decide(args, say=say))
             session = Session(args, _resolved(args))
-            # No rank knows the others yet, so each would speak.
+            # With a file no rank knows the others yet, so each would speak.
             checkpoint.check(args, session.resolved.config, say=say if args.rank == 0 else lambda line: None)
         except ValueError as error:
             refuse(error)

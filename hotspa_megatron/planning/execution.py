@@ -90,13 +90,6 @@ class Execution:
         return self.strategy.tp, self.strategy.pp, self.strategy.vpp
 
 
-def recomputed_share(
-    granularity: str | None, method: str | None, num_layers: int | None, *, layers_of_a_stage: float
-) -> float:
-    """The share of layers of such a stage that Megatron's flags recompute in full."""
-    return Recompute.of_flags(granularity, method, num_layers).share(layers_of_a_stage)
-
-
 def legal_executions(
     shape: ModelShape,
     world_size: int,

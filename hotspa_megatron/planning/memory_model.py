@@ -25,6 +25,8 @@ from hotspa_megatron.strategy import Strategy, layers_by_stage, stage_layers
 
 ADAM_BYTES: Final = 12
 """Optimizer state per bf16 parameter: fp32 master copy and both moments."""
+GIB: Final = 2**30
+"""Bytes."""
 
 
 def adam_bytes(parameter_bytes: int) -> int:

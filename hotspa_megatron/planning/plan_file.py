@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from hotspa_megatron.planning.execution import Execution, Recompute
-from hotspa_megatron.planning.memory_model import Held
+from hotspa_megatron.planning.memory_model import GIB, Held
 from hotspa_megatron.planning.search import PlannedRun
 from hotspa_megatron.planning.step_time import GroupChoice
 from hotspa_megatron.strict_yaml import one_line
-
-_GIB: Final = 2**30
 
 
 def as_yaml(planned: PlannedRun, *, num_layers: int, given: Recompute, head: Sequence[str]) -> str:
@@ -87,4 +84,4 @@ def kind_of(choice: GroupChoice, planned: PlannedRun) -> str:
 
 
 def _memory(held: Held) -> str:
-    return f"{held.total / _GIB:.1f} of {held.limit / _GIB:.1f} GiB on the fullest rank"
+    return f"{held.total / GIB:.1f} of {held.limit / GIB:.1f} GiB on the fullest rank"

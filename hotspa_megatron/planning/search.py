@@ -21,7 +21,7 @@ from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, Execution, legal_executions
 from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.lengths import LengthHistogram, Lengths
-from hotspa_megatron.planning.memory_model import ADAM_BYTES, Held
+from hotspa_megatron.planning.memory_model import ADAM_BYTES, GIB, Held
 from hotspa_megatron.planning.model_shape import ModelShape
 from hotspa_megatron.planning.step_time import GroupChoice, RunModel, StepTime, mean_time
 from hotspa_megatron.strategy import Kind, Strategy
@@ -54,7 +54,6 @@ _SHORTEST_CUT: Final = 512
 _FINER: Final = (0.84, 1.19, 0.92, 1.09, 0.71, 1.41)
 """Factors by which a threshold is moved: about a half, a quarter and a whole step between cut points."""
 
-_GIB: Final = 2**30
 
 _Layout = tuple[int, int, int]
 _Estimates = NDArray[np.float64]
@@ -465,7 +464,8 @@ class _Search:
         for other in siblings:
             for cut in self._cuts[1:-1]:
                 # Shorter ones would leave most of the room that this execution pays for unused.
-                if cut * _LEAST_FILLED >= other.tokens_per_microbatch and self._takes(other, cut, home):
+                filled = not self._beyond_longest or cut * _LEAST_FILLED >= other.tokens_per_microbatch
+                if filled and self._takes(other, cut, home):
                     yield _in_order((*others, replace(other, max_length=cut)), home)
 
     def _siblings(self, home: GroupChoice) -> list[GroupChoice]:
@@ -488,7 +488,10 @@ class _Search:
         """Whether the group's budget holds a sequence of this length, which must be shorter than home's."""
         if not 0 < limit < self._longest:
             return False
-        return self._least(choice.execution, home.execution.strategy, limit) <= choice.tokens_per_microbatch
+        at, room = home.execution.strategy, choice.tokens_per_microbatch
+        if not self._beyond_longest:  # the budget is what the group took so far, and grows with it
+            room = self._models.under(at).memory.capacity(choice.execution, at)
+        return self._least(choice.execution, at, limit) <= room
 
     # ---------------------------------------------------------------------------------------------------------- estimates
 
@@ -761,6 +764,6 @@ def _over(held: Held, capacity: int, least: int) -> str:
         "communicators": held.communicators,
         "transfers": held.transfers,
     }
-    taken = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in parts.items() if size)
-    whole = f"{held.total / _GIB:.1f} GiB ({taken}) of {held.limit / _GIB:.1f}"
+    taken = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
+    whole = f"{held.total / GIB:.1f} GiB ({taken}) of {held.limit / GIB:.1f}"
     return f"{least:,} tokens take {whole}; at most {capacity:,} tokens fit"
