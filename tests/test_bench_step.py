@@ -180,6 +180,34 @@ def test_a_first_step_drops_the_slow_ones_of_many_with_a_reason() -> None:
     assert bench_step.slow_ones([each for each in many if each.name in ("cp4", "tp4-sp", "cp2-dp2")], first) == []
 
 
+def test_a_disturbed_first_step_is_taken_again_before_its_contender_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is that of one that is slow only beside what a second step showed."""
+    running = [each for each in bench_step.line_up(case(max_tokens_per_rank=1658)).contenders if each.static]
+    first = {each.name: 10.0 for each in running} | {"cp4": 20.0, "tp2-pp2": 12.0}
+    of = {name: bench_step.Taken(first_s=seconds, first_disturbed=True) for name, seconds in first.items()}
+    second = {"cp4": 9.0, "tp2-pp2": 12.0}
+    tried: list[str] = []
+
+    def turn(job: Any, taken: bench_step.Taken, jobs: Any, *, counts: bool) -> None:
+        assert not counts
+        tried.append(job.name)
+        taken.first_s, taken.first_disturbed = second[job.name], False
+
+    class Started:
+        def __init__(self, name: str) -> None:
+            self.name, self.told = name, []  # type: ignore[var-annotated]
+
+        def send(self, what: str) -> None:
+            self.told.append(what)
+
+    monkeypatch.setattr(bench_step, "_turn", turn)
+    started = {name: Started(name) for name in first}
+    left_out = bench_step._drop_slow(running, started, of, None, lambda text: None)  # type: ignore[arg-type]
+    assert tried == ["cp4", "tp2-pp2"]  # 12.0 is slow beside 9.0, and was not beside 10.0
+    assert [each.name for each in left_out] == ["tp2-pp2"] and started["tp2-pp2"].told == ["stop"]
+    assert "cp4" in {each.name for each in running} and "tp2-pp2" not in {each.name for each in running}
+
+
 def taken(*wall_s: float, loss: float = 5.0) -> bench_step.Taken:
     return bench_step.Taken(
         wall_s=list(wall_s), cpu_s=list(wall_s), moving_s=[0.0] * len(wall_s), losses=[loss], grad_norms=[1.0]
