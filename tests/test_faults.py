@@ -355,7 +355,7 @@ GUEST_OF_TWO = "strategies: [{max_length: 64, tp: 1}]"
     ("fault", "home"),
     [
         (Fault("raise", 1, "backward", 2), PAIR),
-        (Fault("kill", 1, "backward", 2), PAIR),
+        pytest.param(Fault("kill", 1, "backward", 2), PAIR, marks=pytest.mark.long),
         pytest.param(Fault("raise", 2, "save", 1), HOME, marks=pytest.mark.long),
         pytest.param(Fault("raise", 3, "fold", 2), HOME, marks=pytest.mark.long),
     ],

@@ -364,7 +364,8 @@ def test_parameters_saved_apart_are_homes(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(RELEASE < (0, 19), reason="0.19 brought it")
-@pytest.mark.parametrize("samples", ["documents", pytest.param("megatron", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("samples", ["documents", "megatron"])
 def test_document_ends_of_the_data_loader_change_nothing(samples: str) -> None:
     config = f"samples: {samples}\n{GUEST}"
     more = DOCUMENT_FLAGS if samples == "megatron" else ()

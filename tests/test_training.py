@@ -209,7 +209,12 @@ VARYING = (
         (TP2_CP2, GUEST_AND_SIBLING, (*VARYING[2:], *VARYING[:2])),
         pytest.param(DP4, PIPELINED_GUEST, VARYING, marks=pytest.mark.long),
         # Home's own layout again with another budget: a sibling under pipeline parallelism.
-        (Home(1, 1, 2, (SHARDED,)), "strategies: [{max_length: 32, tp: 2}, {max_length: 128, pp: 2}]", VARYING),
+        pytest.param(
+            Home(1, 1, 2, (SHARDED,)),
+            "strategies: [{max_length: 32, tp: 2}, {max_length: 128, pp: 2}]",
+            VARYING,
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["guest and sibling", "pipelined guest", "pipelined home"],
 )
