@@ -349,7 +349,7 @@ def test_everyday_flags_train_as_the_static_run_does() -> None:
     assert EVERYDAY[2] == "--decoupled-min-lr" and difference(other.losses, static.losses) > 1e-5
 
 
-@pytest.mark.skipif(RELEASE < (0, 18), reason="0.18 brought it")
+@pytest.mark.skipif(RELEASE < (0, 18), reason="Megatron has --save-params-interval from 0.18 on")
 def test_parameters_saved_apart_are_homes(tmp_path: Path) -> None:
     """After the optimizer's step, in home's own shards."""
     saved = []
@@ -363,7 +363,7 @@ def test_parameters_saved_apart_are_homes(tmp_path: Path) -> None:
             torch.testing.assert_close(ours["model_chunk0"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(RELEASE < (0, 19), reason="0.19 brought it")
+@pytest.mark.skipif(RELEASE < (0, 19), reason="Megatron has --dataloader-inter-document-masking from 0.19 on")
 @pytest.mark.long
 @pytest.mark.parametrize("samples", ["documents", "megatron"])
 def test_document_ends_of_the_data_loader_change_nothing(samples: str) -> None:
