@@ -43,6 +43,7 @@ Samples: TypeAlias = Literal["documents", "megatron"]
 Merge: TypeAlias = Literal["auto", "never"]
 Prefetch: TypeAlias = Literal["auto", "always", "never"]
 TransportName: TypeAlias = Literal["auto", "nccl", "gloo"]
+FoldDtype: TypeAlias = Literal["main_grad", "bf16"]
 Untested: TypeAlias = Literal["fp8", "megatron"]
 """What is refused unless the file lets it run: fp8, and a Megatron that is newer than the tests'."""
 
@@ -56,7 +57,7 @@ _STRATEGY_KEYS: Final = (
 _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch", "recompute_layers")
 _HOME_AXES: Final = ("tp", "cp", "pp", "vpp")
 _HOME_KEYS: Final = (*_HOME_AXES, "recompute", "recompute_layers", "tokens_per_microbatch")
-_SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb")
+_SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb", "fold_dtype")
 _NOT_YET: Final = "is not available in this version; remove it"
 _TOP_REFUSED: Final[dict[str, str]] = {}
 _STRATEGY_REFUSED: Final = {
@@ -115,18 +116,24 @@ class SwitchConfig:
 
     ``chunk_mb``: size of each of the two buffers that a switch may take. ``prefetch``: whether the next guest's
     parameters arrive while a guest runs. ``max_group_mb``: the most that the communicators of added strategies may take
-    of a rank's memory, None for no limit.
+    of a rank's memory, None for no limit. ``fold_dtype``: what a guest's gradients travel home as; ``bf16`` rounds each
+    element once, to 8 significant bits, and adds it in main_grad's precision as ever.
     """
 
     chunk_mb: int = 256
     prefetch: Prefetch = "auto"
     transport: TransportName = "auto"
     max_group_mb: int | None = None
+    fold_dtype: FoldDtype = "main_grad"
     key_lines: tuple[KeyLine, ...] = field(default=(), compare=False, repr=False)
 
     def line_of(self, key: str) -> int:
         """The line of a key, or 1 where it was left out."""
         return next((place.line for place in self.key_lines if place.key == key), 1)
+
+    def fold_itemsize(self, gradient_bytes: int) -> int:
+        """Bytes of an element on its way home, for a main_grad of so many."""
+        return min(gradient_bytes, 2) if self.fold_dtype == "bf16" else gradient_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,12 +410,14 @@ def _switch(value: Value) -> SwitchConfig:
     keys = value.mapping(known=_SWITCH_KEYS, refused={}, also={})
     prefetch: Sequence[Prefetch] = get_args(Prefetch)
     transports: Sequence[TransportName] = get_args(TransportName)
+    fold_dtypes: Sequence[FoldDtype] = get_args(FoldDtype)
     limit = keys.get("max_group_mb")
     return SwitchConfig(
         chunk_mb=keys["chunk_mb"].integer() if "chunk_mb" in keys else SwitchConfig.chunk_mb,
         prefetch=keys["prefetch"].choice(prefetch) if "prefetch" in keys else SwitchConfig.prefetch,
         transport=keys["transport"].choice(transports) if "transport" in keys else SwitchConfig.transport,
         max_group_mb=None if limit is None or limit.text() is None else limit.integer(),
+        fold_dtype=keys["fold_dtype"].choice(fold_dtypes) if "fold_dtype" in keys else SwitchConfig.fold_dtype,
         key_lines=tuple(KeyLine(name, key.line) for name, key in keys.items()),
     )
 

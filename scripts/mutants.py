@@ -315,6 +315,10 @@ MUTANTS: Final = (
                 "together(Activity.FOLD, number, model.fold_seconds(guest, home))",
                 "together(Activity.FOLD, None, model.fold_seconds(guest, home))",
             ),
+            "folds in bf16 are counted in single precision": (
+                "resolved.config.switch.fold_itemsize(shape.gradient_bytes)",
+                "shape.gradient_bytes",
+            ),
         },
     ),
     *_of(
@@ -612,6 +616,17 @@ MUTANTS: Final = (
                 "dist.ReduceOp.MAX)\n        worst",
                 "dist.ReduceOp.MIN)\n        worst",
             ),
+        },
+        ranks=True,
+    ),
+    *_of(
+        "hotspa_megatron/hooks/forward_backward.py",
+        ["tests/test_gradients.py", "-k", "in_bf16"],
+        {
+            "folds travel in single precision, whatever the file says": (
+                "dtype = self._fold_dtype\n",
+                "dtype = torch.float32\n",
+            )
         },
         ranks=True,
     ),

@@ -54,6 +54,8 @@ MEANINGS: Final = {
     "switch.prefetch": "whether the next guest's parameters arrive while a guest runs",
     "switch.transport": "what moves travel with; auto: the job's own backend",
     "switch.max_group_mb": "the most MiB of a rank that the communicators of added strategies may take | `null`: no limit",
+    "switch.fold_dtype": "what guests' gradients travel home as; `bf16` halves the bytes of fp32 gradients and rounds each "
+    "element once, so that the gradient is no longer exact",
     "check_plans": "compare every step's plan across ranks",
     "verify_every": "check, in every step that it divides, that copies of parameters are the same bits, after switches too, and "
     "that the step's gradient is that of home alone: [how](debugging.md#checks-while-it-trains) | `null` or 0: never",

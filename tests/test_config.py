@@ -246,6 +246,12 @@ BAD: dict[str, tuple[str | bytes, int, str, str]] = {
         "switch.chunk",
         "unknown key 'chunk'; did you mean chunk_mb?",
     ),
+    "no such precision": (
+        "strategies: []\nswitch: {fold_dtype: fp16}\n",
+        2,
+        "switch.fold_dtype",
+        "'fp16' is not known; write main_grad or bf16",
+    ),
     "no chunk": ("strategies: []\nswitch: {chunk_mb: 0}\n", 2, "switch.chunk_mb", "0 is less than 1"),
     "half a chunk": ("strategies: []\nswitch: {chunk_mb: 0.5}\n", 2, "switch.chunk_mb", "'0.5' is not a whole number"),
     "prefetch as a truth": (
@@ -329,9 +335,14 @@ strategies:
 
 
 def test_how_switches_move_is_read_and_told_apart(tmp_path: Path) -> None:
-    text = "strategies: []\nswitch: {chunk_mb: 64, prefetch: never, transport: gloo, max_group_mb: 2048}\n"
+    text = "strategies: []\nswitch: {chunk_mb: 64, prefetch: never, transport: gloo, max_group_mb: 2048, fold_dtype: bf16}\n"
     read = load_config(write(tmp_path, text))
-    assert read.switch == SwitchConfig(chunk_mb=64, prefetch="never", transport="gloo", max_group_mb=2048)
+    assert read.switch == SwitchConfig(
+        chunk_mb=64, prefetch="never", transport="gloo", max_group_mb=2048, fold_dtype="bf16"
+    )
+    # Half of fp32, and never more than main_grad itself.
+    assert [read.switch.fold_itemsize(size) for size in (8, 4, 2)] == [2, 2, 2]
+    assert [SwitchConfig().fold_itemsize(size) for size in (8, 4, 2)] == [8, 4, 2]
     unlimited = load_config(write(tmp_path, "strategies: []\nswitch: {max_group_mb: null}\n"))
     assert unlimited.switch == load_config(write(tmp_path, "strategies: []\n")).switch == SwitchConfig()
     assert read.digest() != unlimited.digest() and read != unlimited

@@ -215,6 +215,13 @@ def test_every_pair_and_what_it_moves(tmp_path: Path, capsys: pytest.CaptureFixt
     spread = explained(tmp_path, capsys, "strategies: [{max_length: 512, pp: 2}]", "--world-size", "16", "--", *GPT)
     assert sum(each["between_nodes_bytes"] for each in spread["moves"]) > 0
 
+    # Folds in bf16 take half of what main_grad's single precision does; parameters travel as they are.
+    halved = explained(
+        tmp_path, capsys, THREE + "\nswitch: {fold_dtype: bf16}", "--world-size", "8", "--hardware", "h100", "--", *GPT
+    )["moves"]
+    for exact, rounded in zip(described["moves"], halved, strict=True):
+        assert rounded["bytes"] * (2 if exact["carries"] == "gradients" else 1) == exact["bytes"]
+
     alone = "strategies: [{max_length: 512, tp: 4}]"
     assert explained(tmp_path, capsys, alone, "--world-size", "8", "--", *GPT)["moves"] == []
     assert main(["explain", str(write(tmp_path, alone)), "--world-size", "8", "--", *GPT]) == 0

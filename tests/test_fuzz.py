@@ -162,7 +162,12 @@ def configurations(draw: st.DrawFn) -> str:
         "overlong": ("split", "truncate", "drop", "error"),
         "merge": ("auto", "never"),
         "mock_lengths": ("wikipedia", "lognormal:mean=900,sigma=1.5,max=4096", *NASTY[-20:]),
-        "switch": ("{chunk_mb: 16, prefetch: always}", "{max_group_mb: 1}", "{max_group_mb: null}"),
+        "switch": (
+            "{chunk_mb: 16, prefetch: always}",
+            "{max_group_mb: 1}",
+            "{max_group_mb: null}",
+            "{fold_dtype: bf16}",
+        ),
         "check_plans": ("true", "false"),
         "get_batch": ("null", "a.b:c", "os:system", "a b"),
         "trace": ("null", "trace", "a/b", "../x", "/tmp/x", "~", "a/../../b"),

@@ -86,6 +86,7 @@ SWITCHED = tuple(
         "prefetch: always, transport: gloo, chunk_mb: 1",
     )
 )
+IN_BF16 = dataclasses.replace(PREFETCHED, switch="fold_dtype: bf16")
 UNEVEN = Mix(
     (1, 1, 4),
     ((16, 1, 1, 1), (32, 2, 1, 2)),
@@ -125,6 +126,12 @@ def test_virtual_stages_are_refused_where_they_are_not_exact() -> None:
 def test_gradients_with_every_way_to_switch_equal_the_reference() -> None:
     for result in run_ranks(_gradient_errors, 4, SWITCHED, "float64", timeout=280)[0]:
         _within(result, 1e-9)
+
+
+def test_folds_in_bf16_round_what_guests_found_and_nothing_else() -> None:
+    (errors,) = run_ranks(_gradient_errors, 4, (IN_BF16,), "float64", timeout=120)[0]
+    assert _within(errors, 2**-6) > 2**-12
+    assert errors["loss"] < 1e-9
 
 
 @pytest.mark.long
@@ -216,7 +223,7 @@ def _sums_of_micro_batches(
             for micro_batch in range(256):
                 (parameter * (0.001 if micro_batch else 1.0)).sum().backward()
             total = parameter.main_grad.flatten()[-1]
-            sums.append((float(total), str(total.dtype), str(session.runner._gradient_dtype)))
+            sums.append((float(total), str(total.dtype), str(session.runner._fold_dtype)))
         found.append(sums)
         install.uninstall()
     return found

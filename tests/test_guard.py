@@ -66,10 +66,11 @@ def test_an_optimizer_that_leaves_its_gradients_does_not_disturb_the_check() -> 
         (TP2_PP2, TWO_GUESTS, (), 1e-5),
         (TP2_PP2, TWO_GUESTS, ("--timing-log-level", "2", "--log-num-zeros-in-grad"), 1e-5),
         (TP2_CP2, GUEST_AND_SIBLING, ("--bf16",), 5e-2),
+        (TP2_CP2, GUEST_AND_SIBLING + "switch: {fold_dtype: bf16}\n", (), 1e-2),
         (TP2_CP2, GUEST_AND_SIBLING, ("--fp16", "--initial-loss-scale", "128"), 1e-2),
         (Home(1, 1, 2, (SHARDED,)), "strategies: [{max_length: 32, tp: 2}, {max_length: 128, pp: 2}]\n", OVERLAP, 1e-5),
     ],
-    ids=["pipelined home", "timers", "bf16", "fp16", "overlapped pipeline"],
+    ids=["pipelined home", "timers", "bf16", "folds in bf16", "fp16", "overlapped pipeline"],
 )
 def test_other_verified_trainings_are_the_training_bit_for_bit(
     home: Home, config: str, flags: tuple[str, ...], largest: float

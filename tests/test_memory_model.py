@@ -175,6 +175,7 @@ def test_folds_under_way_wait_beside_the_groups_that_follow() -> None:
     home, guest, other = strategy(8, tp=4), strategy(8, tp=2), strategy(8, tp=2, pp=2)
     memory = MemoryModel(SHAPE, A800, 8)
     fold = memory.fold_bytes(guest, home, 0)
+    assert MemoryModel(SHAPE, A800, 8, fold_itemsize=2).fold_bytes(guest, home, 0) == fold // 2
     sibling = strategy(8, tp=4, cp=2)
     assert fold > 0 and memory.fold_bytes(sibling, home, 0) == memory.fold_bytes(home, home, 0) == 0
     for each in (home, sibling):

@@ -218,7 +218,8 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
         "overlong": config.overlong,
         "merge": config.merge,
         "switch": {
-            name: getattr(config.switch, name) for name in ("chunk_mb", "prefetch", "transport", "max_group_mb")
+            name: getattr(config.switch, name)
+            for name in ("chunk_mb", "prefetch", "transport", "max_group_mb", "fold_dtype")
         },
         "check_plans": config.check_plans,
         "verify_every": config.verify_every,

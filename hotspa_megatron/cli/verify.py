@@ -209,7 +209,7 @@ def read_users_command(command: Sequence[str]) -> UsersCommand:
     if shutil.which(command[0]) is None:
         raise ValueError(f"{command[0]}: no such program; give the command as you would start it")
     line = read_command_line(command, world_size=None)
-    half = "--bf16" in command or "--fp16" in command
+    half = "--bf16" in command or "--fp16" in command or config.switch.fold_dtype == "bf16"
     return UsersCommand(
         plain=tuple(without(command, {**_OFF, FLAG: 1})),
         config=config,

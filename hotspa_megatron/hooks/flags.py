@@ -192,7 +192,7 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         Works(flags="--bf16", test=f"{_TRAINING}::test_mixed_training_in_bf16_differs_by_no_more_than_static_layouts_do"),
         Works(flags="--accumulate-allreduce-grads-in-fp32 --grad-reduce-in-bf16",
               test=f"{_FLAGS}::test_low_precision_differs_by_no_more_than_static_layouts_do",
-              note="gradients travel in main_grad's precision and are added in it"),
+              note="gradients travel in main_grad's precision, unless `switch.fold_dtype` says bf16; added in it"),
         Works(flags="--fp16 --initial-loss-scale --min-loss-scale --loss-scale-window --hysteresis",
               test=f"{_FLAGS}::test_low_precision_differs_by_no_more_than_static_layouts_do",
               note="a guest's losses are scaled as home's; an overflow anywhere skips the step"),

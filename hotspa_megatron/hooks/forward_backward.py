@@ -142,9 +142,16 @@ class StepRunner:
         self._timeline = Timeline(progress)
         self._fits: dict[tuple[Strategy, Strategy], bool | None] = {}
         self._parameter_dtype = _single_dtype("parameters", (p.dtype for p in self._parameters.values()))
-        self._gradient_dtype = _single_dtype("gradients", (p.main_grad.dtype for p in self._parameters.values()))
+        main_grad = _single_dtype("gradients", (p.main_grad.dtype for p in self._parameters.values()))
+        narrower = switch.fold_itemsize(main_grad.itemsize) < main_grad.itemsize
+        self._fold_dtype = torch.bfloat16 if narrower else main_grad
         self._report_keys: tuple[str, ...] | None = None
         self._seen_switches: set[tuple[str, str]] = set()
+
+    @property
+    def fold_dtype(self) -> torch.dtype | None:
+        """What guests' gradients travel home as; None without guests."""
+        return self._fold_dtype if self._guests else None
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -421,7 +428,7 @@ class StepRunner:
 
     def _fold_route(self, guest: Strategy) -> _Route:
         if guest not in self._folds:
-            dtype = self._gradient_dtype
+            dtype = self._fold_dtype
             # What was added cannot be relayed: each addend goes straight to its owner.
             with self._timeline.span("plan", f"fold from {guest}"):
                 plan = plan_reshard(

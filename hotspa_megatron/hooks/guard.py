@@ -76,10 +76,14 @@ class Guard:
         model: Sequence[Any],
         say: Callable[[str], None],
         scaled: bool,
+        folded_in: torch.dtype | None,
     ) -> None:
-        """``scaled``: whether a loss scale is in use, under which gradients may overflow in a step that is then skipped."""
+        """``scaled``: whether a loss scale is in use, under which gradients may overflow in a step that is then skipped.
+
+        ``folded_in``: what guests' gradients travel home as; None without guests.
+        """
         self._every, self._alone, self._model, self._say = every, alone, list(model), say
-        self._scaled, self._compares = scaled, ungraded is None
+        self._scaled, self._compares, self._folded_in = scaled, ungraded is None, folded_in
         self._home, self._rank = home, dist.get_rank()
         self._layout = logical.layout(home, logical.home_layers)
         self._parameters = local_tensors(model, logical)
@@ -306,12 +310,12 @@ class Guard:
         Layouts add the same products in other orders, and round in between. A model of four layers on four ranks was off by
         2e-7 in single precision, by 1e-3 in fp16, whose products are rounded to 2^-12, and by 4e-3 in bf16, at 2^-9; layers
         pass on what they round, so that deep models and long sums may have some tens of that. A lost or doubled part of the
-        gradient is off by its share of it, of order 1.
+        gradient is off by its share of it, of order 1. What was folded in bf16 was rounded to 2^-9, too.
         """
         parameter = next(iter(self._parameters.values()))
-        if parameter.is_cuda and parameter.dtype is torch.float32:
-            return _ALLOWED_TF32
-        return _ALLOWED[parameter.dtype]
+        tf32 = parameter.is_cuda and parameter.dtype is torch.float32
+        allowed = _ALLOWED_TF32 if tf32 else _ALLOWED[parameter.dtype]
+        return max(allowed, _ALLOWED[torch.bfloat16]) if self._folded_in is torch.bfloat16 else allowed
 
     def _name(self, parameter: int) -> str:
         return self._layout.parameters[parameter].name

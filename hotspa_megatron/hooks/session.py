@@ -117,6 +117,7 @@ class Session:
                 model=model,
                 say=say,
                 scaled=bool(self.args.fp16 or self.args.loss_scale),
+                folded_in=self.runner.fold_dtype,
             )
         self.report = self._prepare_report(logical)
         return self.runner

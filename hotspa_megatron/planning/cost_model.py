@@ -82,7 +82,7 @@ class StageTime:
 
 
 class CostModel:
-    """Times of one model on one cluster. ``home``, ``home_layers``: see ``MemoryModel``, which this one holds as ``memory``.
+    """Times of one model on one cluster. ``home`` and all after it: see ``MemoryModel``, which this one holds as ``memory``.
 
     Results depend on the arguments alone and are kept.
     """
@@ -96,12 +96,19 @@ class CostModel:
         home: Strategy | None = None,
         home_layers: Sequence[Sequence[int]] | None = None,
         optimizer_bytes: int = ADAM_BYTES,
+        fold_itemsize: int | None = None,
     ) -> None:
         self.shape = shape
         self.hardware = hardware
         self.world_size = world_size
         self.memory = MemoryModel(
-            shape, hardware, world_size, home=home, home_layers=home_layers, optimizer_bytes=optimizer_bytes
+            shape,
+            hardware,
+            world_size,
+            home=home,
+            home_layers=home_layers,
+            optimizer_bytes=optimizer_bytes,
+            fold_itemsize=fold_itemsize,
         )
         self.topology = hardware.topology(world_size)
         parameters = gpt_parameters(shape)
@@ -246,7 +253,7 @@ class CostModel:
         plan = plan_reshard(
             [self.memory.layout(guest)],
             self._owned(home),
-            itemsize=self.shape.gradient_bytes,
+            itemsize=self.memory.fold_itemsize,
             topology=self.topology,
             two_phase=False,
         )

@@ -81,7 +81,8 @@ class MemoryModel:
     """Bytes of one model on one world. ``home`` given: its uneven stages hold for its layout; all others are even.
 
     ``home_layers``: the layers of home's stages, where they do not follow from the shape. ``optimizer_bytes``: state per
-    parameter. Results depend on the arguments alone and are kept.
+    parameter. ``fold_itemsize``: bytes per element of a guest's gradients on their way home; None: main_grad's. Results
+    depend on the arguments alone and are kept.
     """
 
     def __init__(
@@ -93,11 +94,13 @@ class MemoryModel:
         home: Strategy | None = None,
         home_layers: Sequence[Sequence[int]] | None = None,
         optimizer_bytes: int = ADAM_BYTES,
+        fold_itemsize: int | None = None,
     ) -> None:
         self.shape = shape
         self.hardware = hardware
         self.world_size = world_size
         self.optimizer_bytes = optimizer_bytes
+        self.fold_itemsize = shape.gradient_bytes if fold_itemsize is None else fold_itemsize
         self._home = home
         self._home_layers = home_layers
         self._layouts: dict[Strategy, Layout] = {}
@@ -230,7 +233,7 @@ class MemoryModel:
             return 0
         (whole,) = self.numels(Strategy.from_world(self.world_size, tp=1, cp=1, pp=1))
         owned, held = -(-self.numels(home)[home_stage] // self._shards(home)), min(self.numels(guest))
-        return self.shape.gradient_bytes * (owned + min(round(owned * (1 - held / whole)), max(self.numels(guest))))
+        return self.fold_itemsize * (owned + min(round(owned * (1 - held / whole)), max(self.numels(guest))))
 
     def _moves(self, strategy: Strategy, home: Strategy, home_stage: int, others: Sequence[Strategy]) -> int:
         """The most that a guest's own switch and fold take beside its parameters and gradients, without activations."""

@@ -260,9 +260,15 @@ def resolved_model(
         execution = Execution(strategy=each.strategy, recompute=share)
         budget = each.tokens_per_microbatch
         groups.append(GroupChoice(max_length=each.max_length, execution=execution, tokens_per_microbatch=budget))
-    return CostModel(
-        shape, hardware, home.world_size, home=home, home_layers=home_layers or resolved.home.stages
-    ), groups
+    model = CostModel(
+        shape,
+        hardware,
+        home.world_size,
+        home=home,
+        home_layers=home_layers or resolved.home.stages,
+        fold_itemsize=resolved.config.switch.fold_itemsize(shape.gradient_bytes),
+    )
+    return model, groups
 
 
 def step_costs(model: CostModel, executions: Sequence[Execution]) -> StepCosts:
