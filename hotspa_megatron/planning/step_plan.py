@@ -12,11 +12,12 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hotspa_megatron.config import ResolvedConfig
 from hotspa_megatron.planning.alignment import Alignment
 from hotspa_megatron.planning.execution import Recompute
 from hotspa_megatron.planning.model_shape import ModelShape
@@ -265,8 +266,10 @@ class StepPlanner:
                 self._guest_orders = _best_orders(guests, self.costs.moves)
 
     @classmethod
-    def from_resolved(cls, resolved: Any, costs: StepCosts | None = None, *, merge: bool = True) -> StepPlanner:
-        """The planner of a resolved configuration (``config.ResolvedConfig``)."""
+    def from_resolved(
+        cls, resolved: ResolvedConfig, costs: StepCosts | None = None, *, merge: bool = True
+    ) -> StepPlanner:
+        """The planner of a resolved configuration."""
         return cls(
             [
                 LengthGroup(

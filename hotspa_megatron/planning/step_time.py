@@ -9,10 +9,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from hotspa_megatron.config import ResolvedConfig
 from hotspa_megatron.planning.alignment import alignment_of
 from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import Execution, Recompute
@@ -213,9 +214,13 @@ class RunModel:
 
 
 def resolved_costs(
-    resolved: Any, hardware: Hardware, *, recompute: Recompute, home_layers: Sequence[Sequence[int]] | None = None
+    resolved: ResolvedConfig,
+    hardware: Hardware,
+    *,
+    recompute: Recompute,
+    home_layers: Sequence[Sequence[int]] | None = None,
 ) -> StepCosts:
-    """``step_costs`` of a resolved configuration (``config.ResolvedConfig``) on this hardware.
+    """``step_costs`` of a resolved configuration on this hardware.
 
     ``recompute``: what the command line recomputes, where a strategy says nothing else.
     ``home_layers``: of each of home's stages, where Megatron laid them as the configuration does not say.
@@ -232,7 +237,7 @@ class StepEstimator:
 
     def __init__(
         self,
-        resolved: Any,
+        resolved: ResolvedConfig,
         hardware: Hardware,
         planner: StepPlanner,
         *,
@@ -249,7 +254,11 @@ class StepEstimator:
 
 
 def resolved_model(
-    resolved: Any, hardware: Hardware, *, recompute: Recompute, home_layers: Sequence[Sequence[int]] | None = None
+    resolved: ResolvedConfig,
+    hardware: Hardware,
+    *,
+    recompute: Recompute,
+    home_layers: Sequence[Sequence[int]] | None = None,
 ) -> tuple[CostModel, list[GroupChoice]]:
     """The cost model and the length groups of a resolved configuration; arguments as for ``resolved_costs``."""
     shape, home = resolved.shape, resolved.home.strategy
