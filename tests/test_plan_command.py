@@ -534,8 +534,8 @@ def test_what_cannot_be_used_or_written_is_said_before_the_work(
     if "--plot" in options:
         pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    for name in ("plan_strategies", "run_suite"):
-        monkeypatch.setattr(simulate, name, lambda *_, **__: pytest.fail("the work had begun"))
+    for module, name in ((described_run, "plan_strategies"), (simulate, "run_suite")):
+        monkeypatch.setattr(module, name, lambda *_, **__: pytest.fail("the work had begun"))
     own = ["--suite", "a800", *options] if suite else [*CLUSTER, *options, "--", *MODEL, *BATCH]
     assert main(["simulate", *own]) == 2
     assert says in one_line(capsys)

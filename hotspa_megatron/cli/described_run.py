@@ -14,12 +14,13 @@ from typing import Final
 
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
-from hotspa_megatron.planning.execution import Execution, Recompute
+from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES, Execution, Recompute
 from hotspa_megatron.planning.hardware import Hardware, hardware_names, load_hardware
 from hotspa_megatron.planning.home_flags import RECOMPUTE_ACTIVATIONS, FlagChange, change_of_home
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.memory_model import ADAM_BYTES
 from hotspa_megatron.planning.model_shape import ModelShape
+from hotspa_megatron.planning.search import PlannedRun, plan_strategies
 from hotspa_megatron.strategy import Strategy
 from hotspa_megatron.strict_yaml import LARGEST_INTEGER, read_document, shown
 
@@ -65,6 +66,22 @@ class DescribedRun:
     def home(self) -> Execution:
         """What the command line itself would run."""
         return Execution(strategy=self.line.home, recompute=self.recompute)
+
+    def plan(self, *, keep_home: bool = False, max_tp: int | None = None, max_cp: int | None = None) -> PlannedRun:
+        """What ``plan_strategies`` chooses for the run, with all that a strategy may have of its own."""
+        return plan_strategies(
+            self.histogram,
+            shape=self.shape,
+            hardware=self.hardware,
+            world_size=self.world_size,
+            sequences_per_step=self.sequences_per_step,
+            home=self.line.home if keep_home else None,
+            recompute=sorted({*RECOMPUTE_SHARES, self.recompute}),
+            vpp=VIRTUAL_STAGES,
+            max_tp=max_tp,
+            max_cp=max_cp,
+            optimizer_bytes=self.optimizer_bytes,
+        )
 
     def change_to(self, home: Strategy, recompute: Recompute | None) -> FlagChange:
         """What to change on the command line for this home; ``recompute`` None leaves that as it is."""

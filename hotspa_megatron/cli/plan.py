@@ -19,11 +19,10 @@ from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.config import load_config, resolve
 from hotspa_megatron.hooks.flags import conflicts
 from hotspa_megatron.planning import plan_file
-from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
 from hotspa_megatron.planning.home_flags import FlagChange
 from hotspa_megatron.planning.memory_model import GIB
 from hotspa_megatron.planning.plan_file import home_recompute_of, kind_of
-from hotspa_megatron.planning.search import PlannedRun, plan_strategies
+from hotspa_megatron.planning.search import PlannedRun
 from hotspa_megatron.strategy import Kind
 
 if TYPE_CHECKING:
@@ -97,18 +96,10 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
         _write_table(arguments, described, path)
         return
     with progress.waiting("choosing strategies"):
-        planned = plan_strategies(
-            described.histogram,
-            shape=described.shape,
-            hardware=described.hardware,
-            world_size=described.world_size,
-            sequences_per_step=described.sequences_per_step,
-            home=described.line.home if arguments.keep_home else None,
-            recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
-            vpp=VIRTUAL_STAGES,
+        planned = described.plan(
+            keep_home=arguments.keep_home,
             max_tp=described_run.whole("--max-tp", arguments.max_tp) if arguments.max_tp else None,
             max_cp=described_run.whole("--max-cp", arguments.max_cp) if arguments.max_cp else None,
-            optimizer_bytes=described.optimizer_bytes,
         )
     text = as_yaml(planned, described)
     _check(text, _change(planned, described), described, path)

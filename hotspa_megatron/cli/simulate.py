@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from hotspa_megatron.cli import charts, described_run, options, progress, tables
-from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, VIRTUAL_STAGES
-from hotspa_megatron.planning.search import plan_strategies
 from hotspa_megatron.planning.simulate import (
     Cell,
     Lever,
@@ -172,16 +170,7 @@ def _run_steps(arguments: argparse.Namespace, megatron_arguments: Sequence[str])
     count = described_run.whole("--steps", arguments.steps, most=described_run.MOST_COUNTED)
     described = described_run.read_run(arguments, megatron_arguments)
     with progress.waiting("choosing strategies"):
-        planned = plan_strategies(
-            described.histogram,
-            shape=described.shape,
-            hardware=described.hardware,
-            world_size=described.world_size,
-            sequences_per_step=described.sequences_per_step,
-            recompute=sorted({*RECOMPUTE_SHARES, described.recompute}),
-            vpp=VIRTUAL_STAGES,
-            optimizer_bytes=described.optimizer_bytes,
-        )
+        planned = described.plan()
     simulated = simulate_run(
         planned,
         described.histogram,
