@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hotspa_megatron.cli import bench_step
+from hotspa_megatron.cli import bench_step, step_contenders, step_measurement
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.strategy import Strategy
 from tests.training import SCRIPT, run_module
@@ -73,8 +73,8 @@ def test_a_lost_fold_shows_in_the_grad_norm(tmp_path: Path, lost: bool) -> None:
     assert ("grad_norms of ours differ from those of cp2 in step 1" in complaints) == lost
 
 
-def case(**changes: Any) -> bench_step.Case:
-    usual = bench_step.Case(
+def case(**changes: Any) -> step_contenders.Case:
+    usual = step_contenders.Case(
         ranks=4, layers=4, hidden=256, ffn=512, heads=8, query_groups=4, vocabulary=1024, seq_length=2048,
         max_tokens_per_rank=512, lengths="wikipedia", overlong="truncate", sequences=32, full_sequences=4,
         home=Strategy.from_world(4, tp=1, cp=4, pp=1), config=None, script=SCRIPT, seed=1,
@@ -82,18 +82,18 @@ def case(**changes: Any) -> bench_step.Case:
     return dataclasses.replace(usual, **changes)
 
 
-def static(entered: bench_step.LineUp) -> list[str]:
+def static(entered: step_contenders.LineUp) -> list[str]:
     return [each.name for each in entered.contenders if each.static]
 
 
 def test_contenders_are_the_static_strategies_that_meet_the_limit() -> None:
-    entered = bench_step.line_up(case())
+    entered = step_contenders.line_up(case())
     names = [each.name for each in entered.contenders]
     assert names == ["cp4", "tp4", "tp4-sp", "tp2-cp2", "unpacked", "ours", "ceiling", "home_only", "stock"]
-    assert static(bench_step.line_up(case(max_tokens_per_rank=1658))) == [
+    assert static(step_contenders.line_up(case(max_tokens_per_rank=1658))) == [
         "cp4", "tp4", "tp4-sp", "tp2-cp2", "tp2-cp2-sp", "cp2-dp2", "tp2-dp2", "tp2-dp2-sp", "cp2-pp2", "tp2-pp2", "tp2-pp2-sp",
     ]  # fmt: skip
-    assert {"dp4", "pp4", "pp2-dp2"} < set(static(bench_step.line_up(case(max_tokens_per_rank=2048))))
+    assert {"dp4", "pp4", "pp2-dp2"} < set(static(step_contenders.line_up(case(max_tokens_per_rank=2048))))
     ours = next(each.config for each in entered.contenders if each.name == "ours")
     assert ours is not None and "{max_length: 512, tp: 1, cp: 1, tokens_per_microbatch: 512}" in ours
     assert "{max_length: 1024, tp: 1, cp: 2, tokens_per_microbatch: 1024}" in ours and "cp: 4" not in ours
@@ -103,7 +103,7 @@ def test_contenders_are_the_static_strategies_that_meet_the_limit() -> None:
 @pytest.mark.parametrize("limit", [256, 512, 1024, 2048])
 @pytest.mark.parametrize("layers", [3, 4])
 def test_every_static_strategy_takes_part_or_has_a_reason_not_to(ranks: int, limit: int, layers: int) -> None:
-    entered = bench_step.line_up(
+    entered = step_contenders.line_up(
         case(ranks=ranks, max_tokens_per_rank=limit, layers=layers, home=Strategy.from_world(ranks, tp=1, cp=1, pp=1))
     )
     everything = set()
@@ -132,7 +132,7 @@ def test_every_static_strategy_takes_part_or_has_a_reason_not_to(ranks: int, lim
 
 @pytest.mark.parametrize("text", ["tp2-cp2-sp", "tp2-cp2-pp1-dp1-sp"])
 def test_one_that_is_named_takes_part(text: str) -> None:
-    entered = bench_step.line_up(case(named=(text,)))
+    entered = step_contenders.line_up(case(named=(text,)))
     assert static(entered) == ["cp4", "tp4", "tp4-sp", "tp2-cp2", "tp2-cp2-sp"]
     assert [each.name for each in entered.contenders if each.kept] == ["tp2-cp2-sp"]
 
@@ -147,13 +147,13 @@ def test_the_static_strategy_that_a_planned_file_names_is_kept(
     cluster = ["--hardware", "cpu-gloo", "--world-size", "4", "--lengths", "wikipedia", "--json"]
     assert main(["plan", *cluster, "-o", str(path), "--", *model.split(), *batch]) == 0
     said = Strategy.parse(json.loads(capsys.readouterr().out)["static"].split()[0])
-    entered = bench_step.line_up(case(config=path, max_tokens_per_rank=2048))
+    entered = step_contenders.line_up(case(config=path, max_tokens_per_rank=2048))
     (kept,) = (each for each in entered.contenders if each.kept)
     assert kept.home == said and entered.planned == kept.name
 
-    def planned(strategy: str) -> bench_step.LineUp:
+    def planned(strategy: str) -> step_contenders.LineUp:
         path.write_text(f"# strategy with the same packing ({strategy} recompute 0.5, 1.2 s).\nstrategies: []\n")
-        return bench_step.line_up(case(config=path))
+        return step_contenders.line_up(case(config=path))
 
     assert planned("tp2-cp2-pp1-dp1").planned == "tp2-cp2"
     assert planned("tp1-cp1-pp1-dp4").planned is None
@@ -163,32 +163,32 @@ def test_the_static_strategy_that_a_planned_file_names_is_kept(
 
 
 def test_a_first_step_drops_the_slow_ones_of_many_with_a_reason() -> None:
-    many = bench_step.line_up(case(max_tokens_per_rank=1658, named=("tp2-pp2",))).contenders
+    many = step_contenders.line_up(case(max_tokens_per_rank=1658, named=("tp2-pp2",))).contenders
     first = {each.name: 10.0 for each in many} | {"cp2-dp2": 9.0, "ceiling": 5.0, "stock": 99.0}
-    assert bench_step.slow_ones(many, first) == []
+    assert step_contenders.slow_ones(many, first) == []
     # Above 1.3 times 9 s; tp2-pp2 is named, and stock is no static strategy.
     first |= {"cp4": 11.8, "tp4": 20.0, "tp2-dp2-sp": 14.0, "tp2-pp2": 40.0, "cp2-pp2": 11.6}
-    out = bench_step.slow_ones(many, first)
+    out = step_contenders.slow_ones(many, first)
     assert [each.name for each in out] == ["cp4", "tp4", "tp2-dp2-sp"]
     assert out[0].first_step_s == 11.8 and "11.80 s, more than 1.3 times cp2-dp2's 9.00 s" in out[0].reason
     # The fastest with tp and without cp stays, since ours is compared with it.
     first |= {each.name: 50.0 for each in many if each.home.tp > 1} | {"tp4": 49.0}
-    assert [each.name for each in bench_step.slow_ones(many, first)] == [
+    assert [each.name for each in step_contenders.slow_ones(many, first)] == [
         "cp4", "tp4-sp", "tp2-cp2", "tp2-cp2-sp", "tp2-dp2", "tp2-dp2-sp", "tp2-pp2-sp",
     ]  # fmt: skip
     # Of few, none is dropped.
-    assert bench_step.slow_ones([each for each in many if each.name in ("cp4", "tp4-sp", "cp2-dp2")], first) == []
+    assert step_contenders.slow_ones([each for each in many if each.name in ("cp4", "tp4-sp", "cp2-dp2")], first) == []
 
 
 def test_a_disturbed_first_step_is_taken_again_before_its_contender_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so is that of one that is slow only beside what a second step showed."""
-    running = [each for each in bench_step.line_up(case(max_tokens_per_rank=1658)).contenders if each.static]
+    running = [each for each in step_contenders.line_up(case(max_tokens_per_rank=1658)).contenders if each.static]
     first = {each.name: 10.0 for each in running} | {"cp4": 20.0, "tp2-pp2": 12.0}
-    of = {name: bench_step.Taken(first_s=seconds, first_disturbed=True) for name, seconds in first.items()}
+    of = {name: step_measurement.Taken(first_s=seconds, first_disturbed=True) for name, seconds in first.items()}
     second = {"cp4": 9.0, "tp2-pp2": 12.0}
     tried: list[str] = []
 
-    def turn(job: Any, taken: bench_step.Taken, jobs: Any, *, counts: bool) -> None:
+    def turn(job: Any, taken: step_measurement.Taken, jobs: Any, *, counts: bool) -> None:
         assert not counts
         tried.append(job.name)
         taken.first_s, taken.first_disturbed = second[job.name], False
@@ -200,27 +200,27 @@ def test_a_disturbed_first_step_is_taken_again_before_its_contender_is_dropped(m
         def send(self, what: str) -> None:
             self.told.append(what)
 
-    monkeypatch.setattr(bench_step, "_turn", turn)
+    monkeypatch.setattr(step_measurement, "_turn", turn)
     started = {name: Started(name) for name in first}
-    left_out = bench_step._drop_slow(running, started, of, None, lambda text: None)  # type: ignore[arg-type]
+    left_out = step_measurement._drop_slow(running, started, of, None, lambda text: None)  # type: ignore[arg-type]
     assert tried == ["cp4", "tp2-pp2"]  # 12.0 is slow beside 9.0, and was not beside 10.0
     assert [each.name for each in left_out] == ["tp2-pp2"] and started["tp2-pp2"].told == ["stop"]
     assert "cp4" in {each.name for each in running} and "tp2-pp2" not in {each.name for each in running}
 
 
-def taken(*wall_s: float, loss: float = 5.0) -> bench_step.Taken:
-    return bench_step.Taken(
+def taken(*wall_s: float, loss: float = 5.0) -> step_measurement.Taken:
+    return step_measurement.Taken(
         wall_s=list(wall_s), cpu_s=list(wall_s), moving_s=[0.0] * len(wall_s), losses=[loss], grad_norms=[1.0]
     )
 
 
 def test_ratios_are_of_medians_and_noise_is_not_judged() -> None:
-    everyone = bench_step.line_up(case())
+    everyone = step_contenders.line_up(case())
     names = ("cp4", "tp4", "tp4-sp", "ours", "ceiling")
     entered = dataclasses.replace(
         everyone,
         contenders=tuple(each for each in everyone.contenders if each.name in names),
-        left_out=(bench_step.LeftOut(name="tp4-sp", reason="slow", first_step_s=9.0),),
+        left_out=(step_contenders.LeftOut(name="tp4-sp", reason="slow", first_step_s=9.0),),
     )
     of = {"cp4": taken(1.2, 1.3, 1.4), "tp4": taken(2.0, 2.0, 2.0), "ours": taken(1.0, 1.0, 1.1), "ceiling": taken(0.8)}
     of["tp4-sp"] = taken()  # dropped after its first step
