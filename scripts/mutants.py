@@ -257,30 +257,38 @@ MUTANTS: Final = (
         },
     ),
     *_of(
-        f"{PLANNING}/search.py",
-        [
-            "tests/test_search.py",
-            "-k",
-            "programme or cut_points or given_home or few_tokens or together or rest_is_kept",
-        ],
+        f"{PLANNING}/programme.py",
+        ["tests/test_search.py", "-k", "programme or few_tokens or together or rest_is_kept"],
         {
             "a guest's fold is free": (
                 "reached = through.min(axis=0) + self._fold",
                 "reached = through.min(axis=0)",
             ),
-            "no cut between two powers of two": ("if size >= 4 * _SHORTEST_CUT else", "if size < 0 else"),
+            "no room is made": ("return bool(self._homes)", "return False"),
+        },
+    ),
+    *_of(
+        f"{PLANNING}/group_estimates.py",
+        ["tests/test_search.py", "-k", "cut_points or few_tokens"],
+        {
+            "no cut between two powers of two": ("if size >= 4 * SHORTEST_CUT else", "if size < 0 else"),
+            "a budget below the longest sequence": (
+                "max(int(self._sums.tokens[:, 0, -1].max()) * 2, self.longest * 2)",
+                "self.longest // 2",
+            ),
+        },
+    ),
+    *_of(
+        f"{PLANNING}/search.py",
+        ["tests/test_search.py", "-k", "given_home or together or rest_is_kept"],
+        {
             "strategies fit if each fits alone": (
                 "memory.capacity(choice.execution, home, others_of(groups, index))",
                 "memory.capacity(choice.execution, home)",
             ),
-            "no room is made": ("return bool(self._homes)", "return False"),
             "every execution may be home": (
                 "if self._home is not None and strategy != self._home:",
                 "if self._home is not None and strategy == self._home:",
-            ),
-            "a budget below the longest sequence": (
-                "max(int(self._sums.tokens[:, 0, -1].max()) * 2, self._longest * 2)",
-                "self._longest // 2",
             ),
         },
     ),

@@ -19,11 +19,13 @@ from hotspa_megatron.planning import plan_strategies, search
 from hotspa_megatron.planning.alignment import alignment_of
 from hotspa_megatron.planning.communicators import group_memory
 from hotspa_megatron.planning.execution import VIRTUAL_STAGES, Execution, legal_executions
+from hotspa_megatron.planning.group_estimates import Models, cut_points
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram
 from hotspa_megatron.planning.memory_model import MemoryModel
-from hotspa_megatron.planning.search import Models, PlannedRun, cut_points, others_of, plan_batches
+from hotspa_megatron.planning.programme import Programme
+from hotspa_megatron.planning.search import PlannedRun, others_of, plan_batches
 from hotspa_megatron.planning.step_plan import StepPlanner
 from hotspa_megatron.planning.step_time import GroupChoice, RunModel
 from hotspa_megatron.strategy import Kind, Strategy
@@ -127,10 +129,10 @@ def test_the_programme_finds_what_trying_everything_finds() -> None:
     executions = (at(8), at(8, cp=2), at(8, cp=4), at(8, cp=8), at(8, tp=2), at(8, tp=4, pp=2))
     searching = search._Search(Models(shape, tight, 8), batches, executions, None)
     homes, _ = searching._homes()
-    cuts = searching._cuts
+    cuts = searching.estimates.cuts
     for layout in sorted({choice.execution.layout for choice in homes}):
         of = [choice for choice in homes if choice.execution.layout == layout]
-        programme = search._Programme(searching, of, guests=True)
+        programme = Programme(searching.estimates, of, guests=True)
         while True:
             solution = programme.solve()
             if not programme.make_real(solution):
@@ -149,7 +151,7 @@ def test_the_programme_finds_what_trying_everything_finds() -> None:
                             seconds += programme._switch[before, place] + programme._fold[place]
                             before = place
                     best = min(best, seconds)
-        ends = searching._end_of_step(programme._home_choice(solution))
+        ends = searching.estimates.end_of_step(programme.home_choice(solution))
         assert solution.seconds - ends <= best + 1e-9
         if len(solution.intervals) <= 4:
             assert solution.seconds - ends == pytest.approx(best)
@@ -325,7 +327,7 @@ def test_of_a_plan_that_memory_does_not_hold_the_rest_is_kept(
     executions = legal_executions(shape, 16, max_tp=1, recompute=(0.0, 0.5))
     searching = search._Search(Models(shape, tight, 16), batches, executions, home.strategy)
     homes, _ = searching._homes()
-    programme = search._Programme(searching, homes, guests=False)
+    programme = Programme(searching.estimates, homes, guests=False)
     solution = programme.solve()
     groups = programme.groups(solution)
     assert searching._sized(groups) is None

@@ -1,8 +1,8 @@
 """Chooses thresholds, strategies and home for a distribution of lengths: what ``hotspa plan`` writes down.
 
-A dynamic programme over cut points and layouts finds plans by closed-form estimates; switches and folds enter it with the
-times of real reshard plans, made only for moves that a good plan uses. The best plans, and the best static ones packed
-alike, are then planned and timed step by step, so the answer is never slower than static on the steps looked at.
+A dynamic programme (``programme``) finds plans by closed-form estimates (``group_estimates``). The best of them, and the best
+static ones packed alike, are then planned and timed step by step, so the answer is never slower than static on the steps
+looked at.
 """
 
 from __future__ import annotations
@@ -11,23 +11,18 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hotspa_megatron.planning.alignment import alignment_of
-from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import RECOMPUTE_SHARES, Execution, legal_executions
+from hotspa_megatron.planning.group_estimates import SHORTEST_CUT, GroupEstimates, Models
 from hotspa_megatron.planning.hardware import Hardware
 from hotspa_megatron.planning.lengths import LengthHistogram, Lengths
 from hotspa_megatron.planning.memory_model import ADAM_BYTES, GIB, Held
 from hotspa_megatron.planning.model_shape import ModelShape
+from hotspa_megatron.planning.programme import Layout, Programme
 from hotspa_megatron.planning.step_time import GroupChoice, RunModel, StepTime, mean_time
 from hotspa_megatron.strategy import Kind, Strategy
 
-_FILLED: Final = 0.97
-"""Share of a micro-batch's room that packing fills."""
 _STATIC_SLACK: Final = 0.92
 """Static plans whose estimate, times this, is below the best exact time are timed exactly, too."""
 _MOST_STATIC: Final = 24
@@ -49,14 +44,8 @@ _GRAIN: Final = 64
 """Tokens to which a moved threshold is rounded."""
 _MOST_REAL_MOVES: Final = 60
 """Times that programmes are run again with real moves, and memory, in place of optimistic ones, at most."""
-_SHORTEST_CUT: Final = 512
-"""Tokens: below, length groups gain nothing that packing does not."""
 _FINER: Final = (0.84, 1.19, 0.92, 1.09, 0.71, 1.41)
 """Factors by which a threshold is moved: about a half, a quarter and a whole step between cut points."""
-
-
-_Layout = tuple[int, int, int]
-_Estimates = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,67 +210,6 @@ def _cps(home: Strategy, max_cp: int | None) -> list[int]:
     return [cp for cp in range(1, most + 1) if replicas % cp == 0]
 
 
-class Models:
-    """Cost models of a run whose home is not settled: Megatron turns sequence parallelism off for all if home has tp 1."""
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        hardware: Hardware,
-        world_size: int,
-        *,
-        home: Strategy | None = None,
-        optimizer_bytes: int = ADAM_BYTES,
-    ) -> None:
-        self.shape, self.hardware, self.world_size = shape, hardware, world_size
-        self._home, self._optimizer_bytes = home, optimizer_bytes
-        self._models: dict[bool, CostModel] = {}
-
-    def under(self, home: Strategy) -> CostModel:
-        """The model that holds where this is home."""
-        parallel = self.shape.sequence_parallel and home.tp > 1
-        if parallel not in self._models:
-            self._models[parallel] = CostModel(
-                replace(self.shape, sequence_parallel=parallel),
-                self.hardware,
-                self.world_size,
-                home=self._home,
-                optimizer_bytes=self._optimizer_bytes,
-            )
-        return self._models[parallel]
-
-
-class _Interval(NamedTuple):
-    """The sequences between two cut points and the execution that runs them."""
-
-    first: int
-    last: int
-    execution: Execution
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """Of the sequences in (cut i, cut j], by [batch, i, j]."""
-
-    tokens: _Estimates
-    squares: _Estimates
-    count: _Estimates
-    longest: _Estimates
-
-    @classmethod
-    def of(cls, batches: Sequence[Lengths], cuts: Sequence[int]) -> _Sums:
-        size = len(cuts)
-        tokens, squares, count, longest = (np.zeros((len(batches), size, size)) for _ in range(4))
-        for number, batch in enumerate(batches):
-            ordered = np.sort(batch).astype(np.float64)
-            at = np.searchsorted(ordered, cuts, side="right")
-            for values, into in ((ordered, tokens), (ordered**2, squares), (np.ones_like(ordered), count)):
-                below = np.concatenate([[0.0], np.cumsum(values)])[at]
-                into[number] = np.maximum(below[None, :] - below[:, None], 0.0)
-            longest[number] = np.where(count[number] > 0, np.concatenate([[0.0], ordered])[at][None, :], 0.0)
-        return cls(tokens, squares, count, longest)
-
-
 class _Search:
     def __init__(
         self,
@@ -292,22 +220,17 @@ class _Search:
         home_recompute: float | None = None,
         beyond_longest: bool = True,
     ) -> None:
-        self._models, self._batches, self._beyond_longest = models, batches, beyond_longest
+        self._models, self._batches, self._executions = models, batches, executions
         self._home, self._home_recompute = home, home_recompute
-        self._executions = executions
-        self._longest = models.shape.seq_length
-        self._cuts = cut_points(self._longest)
-        self._sums = _Sums.of(batches, self._cuts)
-        self._layouts = sorted({execution.layout for execution in executions})
+        self.estimates = GroupEstimates(models, batches, executions, beyond_longest=beyond_longest)
         self._exact: dict[tuple[GroupChoice, ...], StepTime] = {}
-        self._estimates: dict[tuple[Execution, int, bool], _Estimates] = {}
 
     def run(self) -> PlannedRun:
         homes, refused = self._homes()
         if not homes:
             closest = min(refused, key=lambda refusal: refusal.needed) if refused else None
             why = f"the nearest is {closest.execution}: {closest.reason}" if closest else "no strategy is legal"
-            raise ValueError(f"no strategy holds sequences of {self._longest} tokens on this hardware; {why}")
+            raise ValueError(f"no strategy holds sequences of {self.estimates.longest} tokens on this hardware; {why}")
         statics = self._statics(homes)
         static = statics[0]
         best = min((self._refined(start) for start in self._starts(statics, homes)), key=self._seconds)
@@ -329,8 +252,8 @@ class _Search:
         """What memory rules out: as home, and beside this home."""
         beside = []
         for execution in self._executions:
-            if execution.strategy != home and self._beside(execution, home) is None:
-                beside.append(self._refusal(execution, home, _SHORTEST_CUT))
+            if execution.strategy != home and self.estimates.beside(execution, home) is None:
+                beside.append(self._refusal(execution, home, SHORTEST_CUT))
         return (*self._homes()[1], *beside)
 
     # ------------------------------------------------------------------------------------- what memory allows, and as what
@@ -345,20 +268,15 @@ class _Search:
                 continue
             if self._home_recompute is not None and execution.recompute != self._home_recompute:
                 continue
-            alone = GroupChoice(max_length=self._longest, execution=execution, tokens_per_microbatch=0)
+            alone = GroupChoice(max_length=self.estimates.longest, execution=execution, tokens_per_microbatch=0)
             if sized := self._sized((alone,)):
                 homes += sized
             else:
-                refused.append(self._refusal(execution, strategy, self._longest))
+                refused.append(self._refusal(execution, strategy, self.estimates.longest))
         return homes, refused
 
-    def _beside(self, execution: Execution, home: Strategy, others: Sequence[Strategy] = ()) -> int | None:
-        """The budget of an execution beside a home, and other strategies, None where it is of no use."""
-        capacity = self._models.under(home).memory.capacity(execution, home, others)
-        return self._cap(capacity) if capacity >= _SHORTEST_CUT else None
-
     def _refusal(self, execution: Execution, home: Strategy, length: int) -> Refusal:
-        memory, least = self._models.under(home).memory, self._least(execution, home, length)
+        memory, least = self._models.under(home).memory, self.estimates.least(execution, home, length)
         held = memory.held(execution, home, least)
         return Refusal(
             execution=execution,
@@ -374,22 +292,12 @@ class _Search:
         memory, sized = self._models.under(home).memory, []
         for index, choice in enumerate(groups):
             capacity = memory.capacity(choice.execution, home, others_of(groups, index))
-            least = self._least(choice.execution, home, choice.max_length)
+            least = self.estimates.least(choice.execution, home, choice.max_length)
             if capacity < least:
                 return None
-            budget = self._cap(capacity) if self._beyond_longest else least
+            budget = self.estimates.cap(capacity) if self.estimates.beyond_longest else least
             sized.append(replace(choice, tokens_per_microbatch=budget))
         return tuple(sized)
-
-    def _least(self, execution: Execution, home: Strategy, length: int) -> int:
-        """Tokens of a micro-batch with one sequence of this length."""
-        shape = self._models.under(home).shape
-        return alignment_of(execution.strategy, sequence_parallel=shape.sequence_parallel).alone(length)
-
-    def _cap(self, capacity: int) -> int:
-        """A budget no larger than all that a step could put into one micro-batch."""
-        most = max(int(self._sums.tokens[:, 0, -1].max()) * 2, self._longest * 2)
-        return capacity if capacity <= most else min(capacity, max(1, most // 4096) * 4096)
 
     # -------------------------------------------------------------------------------------------------------- exact times
 
@@ -406,8 +314,9 @@ class _Search:
         """Static runs by exact time, the best first: exactly timed by ascending estimate until estimates leave no hope."""
         estimated = []
         for choice in homes:
-            whole = self._estimate(choice.execution, choice.tokens_per_microbatch, choice.execution.strategy)[0, -1]
-            estimated.append((float(whole) + self._end_of_step(choice), choice.execution, choice))
+            execution, room = choice.execution, choice.tokens_per_microbatch
+            whole = float(self.estimates.seconds(execution, room, execution.strategy)[0, -1])
+            estimated.append((whole + self.estimates.end_of_step(choice), execution, choice))
         timed: list[GroupChoice] = []
         best = math.inf
         for estimate, _, choice in sorted(estimated, key=lambda entry: entry[:2]):
@@ -462,9 +371,9 @@ class _Search:
                 if other.execution != choice.execution and self._takes(other, choice.max_length, home):
                     yield _in_order((*rest, replace(other, max_length=choice.max_length)), home)
         for other in siblings:
-            for cut in self._cuts[1:-1]:
+            for cut in self.estimates.cuts[1:-1]:
                 # Shorter ones would leave most of the room that this execution pays for unused.
-                filled = not self._beyond_longest or cut * _LEAST_FILLED >= other.tokens_per_microbatch
+                filled = not self.estimates.beyond_longest or cut * _LEAST_FILLED >= other.tokens_per_microbatch
                 if filled and self._takes(other, cut, home):
                     yield _in_order((*others, replace(other, max_length=cut)), home)
 
@@ -476,7 +385,7 @@ class _Search:
         at, most = home.execution.strategy, home.execution.recompute if self._home_recompute is None else 1.0
         memory = self._models.under(at).memory
         return [
-            replace(home, execution=each, tokens_per_microbatch=self._cap(memory.capacity(each, at)))
+            replace(home, execution=each, tokens_per_microbatch=self.estimates.cap(memory.capacity(each, at)))
             for each in self._executions
             if each.layout == home.execution.layout
             and each != home.execution
@@ -486,62 +395,22 @@ class _Search:
 
     def _takes(self, choice: GroupChoice, limit: int, home: GroupChoice) -> bool:
         """Whether the group's budget holds a sequence of this length, which must be shorter than home's."""
-        if not 0 < limit < self._longest:
+        if not 0 < limit < self.estimates.longest:
             return False
         at, room = home.execution.strategy, choice.tokens_per_microbatch
-        if not self._beyond_longest:  # the budget is what the group took so far, and grows with it
+        if not self.estimates.beyond_longest:  # the budget is what the group took so far, and grows with it
             room = self._models.under(at).memory.capacity(choice.execution, at)
-        return self._least(choice.execution, at, limit) <= room
-
-    # ---------------------------------------------------------------------------------------------------------- estimates
-
-    def _estimate(self, execution: Execution, capacity: int, home: Strategy) -> _Estimates:
-        """Mean over the batches of the time of each interval, infinite where its longest sequence does not fit."""
-        model = self._models.under(home)
-        key = execution, capacity, model.shape.sequence_parallel
-        if key in self._estimates:
-            return self._estimates[key]
-        sums, strategy = self._sums, execution.strategy
-        time = model.stage_time(execution)
-        work = np.asarray(time.seconds(sums.tokens, sums.squares)) - time.fixed
-        alone = np.asarray(time.seconds(sums.longest, sums.longest**2))
-        most = np.maximum(1.0, np.ceil(sums.count / strategy.dp))
-        room = np.minimum(max(capacity, 1), math.inf if self._beyond_longest else np.maximum(1, self._cuts))
-        fewest = np.minimum(most, np.maximum(1.0, np.ceil(sums.tokens / (_FILLED * room) / strategy.dp)))
-        if strategy.pp == 1:
-            found = np.maximum(work / strategy.dp + time.fixed * fewest, alone)
-        else:
-            found = np.full_like(work, math.inf)
-            for factor in (1, 2, 4):
-                count = np.minimum(most, fewest * factor)
-                # All are padded to the longest sequence's tokens at least; only one of them has its square.
-                tokens = np.maximum(sums.tokens / (strategy.dp * count), sums.longest)
-                slot = np.asarray(time.seconds(tokens, sums.squares / (strategy.dp * count)))
-                found = np.minimum(found, count * slot + (strategy.pp - 1) / strategy.vpp * np.maximum(slot, alone))
-        mean: _Estimates = np.where(sums.count > 0, found, 0.0).mean(axis=0)
-        fits = np.array([self._least(execution, home, cut) <= capacity if cut else True for cut in self._cuts])
-        mean = np.where(fits[None, :], mean, math.inf)
-        mean[np.tril_indices(len(self._cuts))] = math.inf
-        self._estimates[key] = mean
-        return mean
-
-    def _end_of_step(self, home: GroupChoice) -> float:
-        """Reduction and optimizer, hiding behind a full micro-batch."""
-        strategy = home.execution.strategy
-        model = self._models.under(strategy)
-        tokens = min(float(home.tokens_per_microbatch), float(self._sums.tokens[:, 0, -1].mean()) / strategy.dp)
-        last = float(model.stage_time(home.execution).seconds(tokens, 0.0))
-        return model.home_reduction(strategy, last=last) + model.optimizer_seconds(strategy)
+        return self.estimates.least(choice.execution, at, limit) <= room
 
     # -------------------------------------------------------------------------------------------------- dynamic programme
 
     def _finalists(self, homes: Sequence[GroupChoice]) -> Iterator[tuple[GroupChoice, ...]]:
         """The best plans by estimate whose moves are real, one or two per home's layout."""
-        by_layout: dict[_Layout, list[GroupChoice]] = {}
+        by_layout: dict[Layout, list[GroupChoice]] = {}
         for choice in homes:
             by_layout.setdefault(choice.execution.layout, []).append(choice)
         programmes = {
-            (layout, guests): _Programme(self, of, guests=guests)
+            (layout, guests): Programme(self.estimates, of, guests=guests)
             for layout, of in by_layout.items()
             for guests in (False, True)
         }
@@ -579,158 +448,6 @@ class _Search:
         return []
 
 
-class _Solution(NamedTuple):
-    seconds: float
-    intervals: tuple[_Interval, ...]
-
-
-class _Programme:
-    """The best length groups around one layout of home, by estimates.
-
-    Costs depend on what came before only through the guest that ran last, out of which the next one may be made. Moves
-    count as free until ``make_real`` has planned them, so a solution whose moves are all real is the best there is. Budgets
-    are those of a strategy alone beside home, until ``make_room`` has found that they are too much together.
-    """
-
-    def __init__(self, search: _Search, homes: Sequence[GroupChoice], *, guests: bool) -> None:
-        self._search, self._homes = search, homes
-        self._home = homes[0].execution.strategy
-        own = homes[0].execution.layout
-        self._layouts = search._layouts if guests else [own]
-        self._own = self._layouts.index(own)
-        self._model = search._models.under(self._home)
-        self._others: frozenset[Strategy] = frozenset()
-        self._fill()
-        count = len(self._layouts)
-        # Before: each layout's guest, and (last) none. Not known yet: free.
-        self._switch = np.zeros((count + 1, count))
-        self._fold = np.zeros(count)
-        self._known: set[tuple[int, int]] = set()
-
-    def _fill(self) -> None:
-        """The least time of each interval in each layout, and who takes it, in the memory that is left."""
-        search = self._search
-        size = len(search._cuts)
-        self._values = np.full((len(self._layouts), size, size), math.inf)
-        self._chosen = np.zeros((len(self._layouts), size, size), np.int64)
-        self._capacity: dict[Execution, int] = {}
-        for number, execution in enumerate(search._executions):
-            if execution.layout not in self._layouts:
-                continue
-            others = sorted(self._others - {execution.strategy})
-            capacity = search._beside(execution, self._home, others)
-            if capacity is None:
-                continue
-            self._capacity[execution] = capacity
-            place = self._layouts.index(execution.layout)
-            estimate = search._estimate(execution, capacity, self._home)
-            better = estimate < self._values[place]
-            self._values[place][better] = estimate[better]
-            self._chosen[place][better] = number
-        for place, layout in enumerate(self._layouts):
-            if place != self._own:
-                self._values[place] += self._model.guest_reduction(self._strategy(layout))
-
-    def solve(self) -> _Solution:
-        cuts, count = len(self._search._cuts), len(self._layouts)
-        best = np.full((cuts, count + 1), math.inf)
-        best[0, count] = 0.0
-        back: dict[tuple[int, int], tuple[int, int, int]] = {}
-        for first in range(cuts - 1):
-            if not np.isfinite(best[first]).any():
-                continue
-            through = best[first][:, None] + self._switch
-            before = through.argmin(axis=0)
-            reached = through.min(axis=0) + self._fold
-            for last in range(first + 1, cuts):
-                stays = best[first] + self._values[self._own, first, last]
-                for guest in np.flatnonzero(stays < best[last]).tolist():
-                    best[last, guest] = stays[guest]
-                    back[last, guest] = first, guest, self._own
-                goes = reached + self._values[:, first, last]
-                goes[self._own] = math.inf
-                for guest in np.flatnonzero(goes < best[last, :count]).tolist():
-                    best[last, guest] = goes[guest]
-                    back[last, guest] = first, int(before[guest]), guest
-        state = cuts - 1, int(best[-1].argmin())
-        seconds = float(best[state])
-        if not math.isfinite(seconds):
-            return _Solution(math.inf, ())
-        intervals: list[_Interval] = []
-        while state in back:
-            first, guest, place = back[state]
-            chosen = self._search._executions[int(self._chosen[place, first, state[0]])]
-            intervals.append(_Interval(first, state[0], chosen))
-            state = first, guest
-        solution = _Solution(seconds, tuple(reversed(intervals)))
-        return solution._replace(seconds=seconds + self._search._end_of_step(self._home_choice(solution)))
-
-    def make_real(self, solution: _Solution) -> bool:
-        """Plan the moves that the solution takes and that were free so far; False where there were none."""
-        found, before = False, len(self._layouts)
-        for interval in solution.intervals:
-            place = self._layouts.index(interval.execution.layout)
-            if place == self._own:
-                continue
-            if (before, place) not in self._known:
-                self._known.add((before, place))
-                found = True
-                guest = self._strategy(self._layouts[place])
-                source = None if before == len(self._layouts) else self._strategy(self._layouts[before])
-                if source != guest:
-                    self._switch[before, place] = self._model.switch_seconds(self._home, source, guest)
-                self._fold[place] = self._model.fold_seconds(guest, self._home)
-            before = place
-        return found
-
-    def make_room(self, solution: _Solution) -> bool:
-        """Keep free what the solution's strategies take together; False where that was so already, or leaves no home."""
-        others = self._others | {interval.execution.strategy for interval in solution.intervals} - {self._home}
-        if others == self._others:
-            return False
-        self._others = others
-        self._homes = [
-            choice
-            for choice in self._homes
-            if self._model.memory.capacity(choice.execution, choice.execution.strategy, sorted(others))
-            >= self._search._least(choice.execution, choice.execution.strategy, choice.max_length)
-        ]
-        self._fill()
-        return bool(self._homes)
-
-    def groups(self, solution: _Solution) -> tuple[GroupChoice, ...]:
-        """The solution as length groups, home last; neighbours with one execution become one."""
-        home = self._home_choice(solution)
-        choices = [
-            GroupChoice(
-                max_length=self._search._cuts[interval.last],
-                execution=interval.execution,
-                tokens_per_microbatch=self._capacity[interval.execution],
-            )
-            for interval in solution.intervals
-        ]
-        if choices[-1].execution == home.execution:
-            choices.pop()
-        merged = [
-            one
-            for one, two in itertools.zip_longest(choices, choices[1:])
-            if two is None or one.execution != two.execution
-        ]
-        return (*merged, home)
-
-    def _home_choice(self, solution: _Solution) -> GroupChoice:
-        """Home runs the longest sequences, or keeps the parameters where a guest or nobody can do that faster."""
-        last = solution.intervals[-1].execution if solution.intervals else None
-        for choice in self._homes:
-            if choice.execution == last:
-                return choice
-        return self._homes[0]
-
-    def _strategy(self, layout: _Layout) -> Strategy:
-        tp, pp, vpp = layout
-        return Strategy.from_world(self._search._models.world_size, tp=tp, cp=1, pp=pp, vpp=vpp)
-
-
 def others_of(groups: Sequence[GroupChoice], index: int) -> list[Strategy]:
     """Strategies of a plan's groups beside this one, home's aside: what ``memory_model`` has to know of the rest of a plan."""
     return [choice.execution.strategy for at, choice in enumerate(groups[:-1]) if at != index]
@@ -742,16 +459,6 @@ def _in_order(others: Sequence[GroupChoice], home: GroupChoice) -> tuple[GroupCh
     for choice in others:
         ends.setdefault(choice.max_length, choice)
     return (*(ends[end] for end in sorted(ends)), home)
-
-
-def cut_points(longest: int) -> tuple[int, ...]:
-    """Lengths at which groups may end, after 0: 512 times powers of two, the middles from 2048 on, and the longest."""
-    found = {0, longest}
-    size = _SHORTEST_CUT
-    while size < longest:
-        found |= {size, size * 3 // 2} if size >= 4 * _SHORTEST_CUT else {size}
-        size *= 2
-    return tuple(sorted(cut for cut in found if cut <= longest))
 
 
 def _over(held: Held, capacity: int, least: int) -> str:

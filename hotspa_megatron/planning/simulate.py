@@ -25,12 +25,13 @@ from hotspa_megatron.planning.baselines import (
 )
 from hotspa_megatron.planning.cost_model import CostModel
 from hotspa_megatron.planning.execution import VIRTUAL_STAGES, Execution, legal_executions
+from hotspa_megatron.planning.group_estimates import Models
 from hotspa_megatron.planning.hardware import Hardware, load_hardware
 from hotspa_megatron.planning.known_models import KNOWN_MODELS
 from hotspa_megatron.planning.lengths import LengthHistogram, Lengths
 from hotspa_megatron.planning.memory_model import ADAM_BYTES
 from hotspa_megatron.planning.model_shape import ModelShape
-from hotspa_megatron.planning.search import Models, PlannedRun, plan_batches
+from hotspa_megatron.planning.search import PlannedRun, plan_batches
 from hotspa_megatron.planning.step_time import GroupChoice, RunModel, StepTime
 from hotspa_megatron.strategy import Strategy
 from hotspa_megatron.strict_yaml import Value, config_error, read_document, shown
