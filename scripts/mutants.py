@@ -258,7 +258,7 @@ MUTANTS: Final = (
     ),
     *_of(
         f"{PLANNING}/programme.py",
-        ["tests/test_search.py", "-k", "programme or few_tokens or together or rest_is_kept"],
+        ["tests/test_search.py", "-k", "programme or rest_is_kept"],
         {
             "a guest's fold is free": (
                 "reached = through.min(axis=0) + self._fold",
@@ -269,7 +269,7 @@ MUTANTS: Final = (
     ),
     *_of(
         f"{PLANNING}/group_estimates.py",
-        ["tests/test_search.py", "-k", "cut_points or few_tokens"],
+        ["tests/test_search.py", "-k", "cut_points or given_home"],
         {
             "no cut between two powers of two": ("if size >= 4 * SHORTEST_CUT else", "if size < 0 else"),
             "a budget below the longest sequence": (
