@@ -23,13 +23,15 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hotspa_megatron.hooks.checkpoint import last_finished
-from hotspa_megatron.runtime.watchdog import Progress, Store
+from hotspa_megatron.runtime.watchdog import Progress, Store, launcher_holds_store
 
 _Found = TypeVar("_Found")
 
 INTERRUPTED: Final = 130
 """Exit code after SIGINT, as shells have it."""
 _YIELD_S: Final = 3.0
+_HOLD_S: Final = 8.0
+"""The same for a rank that holds the job's store: one that notices nothing until another has yielded asks it then."""
 _STORE_S: Final = 2.0
 _FIRST: Final = "failed first"
 _SHOWN: Final = 300
@@ -77,7 +79,7 @@ def told(
             first = _in_store(connection(), lambda store: store.multi_get([_FIRST]) if store.check([_FIRST]) else [])
             if first:
                 say(f"the first to fail: {first[0].decode()}")
-            time.sleep(_YIELD_S)
+            time.sleep(_YIELD_S if rank or launcher_holds_store() else _HOLD_S)
         raise
 
 

@@ -338,7 +338,8 @@ class Watchdog:
                 if self._rank == 0:
                     self._outbox = verdict
         elif self._lost or still >= self._seconds + 6 * self.interval:
-            why = f"of others nothing is known: {_store_owner()}, which holds the job's store, does not answer"
+            owner = "torchrun on the first node" if launcher_holds_store() else "rank 0"
+            why = f"of others nothing is known: {owner}, which holds the job's store, does not answer"
             text = f"{waited}, at {here}; {why}"
         else:
             return None
@@ -351,9 +352,9 @@ def _read(said: bytes) -> Beat:
     return Beat(beats, step, number, place, tuple(peers), code, waits)
 
 
-def _store_owner() -> str:
-    with_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return "torchrun on the first node" if with_launcher else "rank 0"
+def launcher_holds_store() -> bool:
+    """Whether the job's store outlives its ranks: torchrun's does; otherwise it is in rank 0's process."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def connection_beside(store: Any) -> Callable[[], Store] | None:
