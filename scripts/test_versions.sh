@@ -42,15 +42,27 @@ release_of_checkout() {
     local info=${MEGATRON_LM_PATH:-}/megatron/core/package_info.py
     [[ -f $info ]] && sed -n 's/^\(MAJOR\|MINOR\) = \([0-9]*\).*/\2/p' "$info" | paste -sd .
 }
-summary=() failed=0
 for release in "${releases[@]}"; do
     HOTSPA_MEGATRON=$release HOTSPA_VENV=$PWD/.venv-$release bash scripts/setup.sh
+done
+
+logs=$(mktemp -d) running=() failed=0
+trap 'kill "${running[@]}" 2> /dev/null; rm -rf "$logs"' EXIT
+# Side by side: much of such a test is ranks that wait for each other.
+for release in "${releases[@]}"; do
     tests=("${suite[@]}")
     [[ $(release_of_checkout) == "${release%.*}" ]] && tests+=(tests/test_megatron_lm.py)
-    log=$(mktemp)
-    ".venv-$release/bin/python" -m pytest -m "not long" "${tests[@]}" "$@" | tee "$log" || failed=1
-    summary+=("megatron-core $release: $(tail -n 1 "$log" | tr -d =)")
-    rm -f "$log"
+    ".venv-$release/bin/python" -m pytest -m "not long" "${tests[@]}" "$@" > "$logs/$release" 2>&1 &
+    running+=("$!")
 done
-printf '%s\n' "${summary[@]}"
+tail -n +1 -f "$logs"/* &
+shown=$!
+for each in "${running[@]}"; do
+    wait "$each" || failed=1
+done
+sleep 1
+running=("$shown")
+for release in "${releases[@]}"; do
+    printf 'megatron-core %s: %s\n' "$release" "$(tail -n 1 "$logs/$release" | tr -d =)"
+done
 exit "$failed"

@@ -109,14 +109,20 @@ class _Memory:
 
 
 def _ended(
-    error: BaseException, progress: Any, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, connect: Any = None
+    error: BaseException,
+    progress: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    rank: int = 0,
+    connect: Any = None,
+    heard: str | None = None,
 ) -> tuple[BaseException, list[str], float]:
     """What a job that fails with ``error`` ends with, what it says, and how long it waits before."""
     said: list[str] = []
     waited: list[float] = [0.0]
     monkeypatch.setattr(endings.time, "sleep", waited.append)
     with pytest.raises(type(error) if not isinstance(error, KeyboardInterrupt) else BaseException) as caught, \
-            told(lambda: progress, said.append, rank=rank, connection=lambda: connect):  # fmt: skip
+            told(lambda: progress, said.append, rank=rank, connection=lambda: connect, heard=lambda: heard):  # fmt: skip
         raise error
     return caught.value, said, sum(waited)
 
@@ -152,6 +158,10 @@ def test_who_only_lost_a_rank_says_which_one_failed_first_and_why(monkeypatch: p
     store.values.clear()
     said_by(1, KeyError("a"))
     assert said_by(0, GLOO) == [lost, "the first to fail: rank 1 at step 3, planning: KeyError: 'a'"]
+    # What the store says counts, and where it is gone what was heard of it before.
+    for connect, who in ((lambda: store, "rank 1 at step 3, planning: KeyError: 'a'"), (_no_store, "rank 5")):
+        ended = _ended(GLOO, progress, monkeypatch, connect=connect, heard="rank 5")
+        assert ended[1] == [lost, f"the first to fail: {who}"]
     # A store whose owner is gone costs nothing but the name.
     for connect in (None, _no_store):
         assert said_by(0, GLOO, connect) == [lost]

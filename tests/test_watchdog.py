@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hotspa_megatron.runtime.watchdog import Beat, Progress, Watchdog, connection_beside, judge
+from hotspa_megatron.runtime.watchdog import FAILED_FIRST, Beat, Progress, Watchdog, connection_beside, judge
 
 SECONDS = 60
 
@@ -77,6 +77,19 @@ class _Job:
         return said
 
 
+def test_who_failed_first_is_heard_while_the_store_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank may wait for the one that holds the store, and notices nothing before both are gone."""
+    job = _Job(2, monkeypatch)
+    job.train(1)
+    job.wait(10)
+    assert [rank.failed_first for rank in job.ranks] == [None, None]
+    job.store.set(FAILED_FIRST, "rank 3 at step 1: KeyError")
+    job.wait(job.ranks[0].interval)
+    job.store.set(FAILED_FIRST, "another")
+    job.wait(job.ranks[0].interval)
+    assert [rank.failed_first for rank in job.ranks] == ["rank 3 at step 1: KeyError"] * 2
+
+
 def test_a_stopped_rank_is_named_once_and_again_in_another_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     job = _Job(4, monkeypatch)
     for step in (1, 2):
@@ -130,13 +143,14 @@ def test_a_rank_that_hangs_in_its_own_code_still_beats_and_is_named(monkeypatch:
     assert "rank 0 says: rank 1 is behind" in said[1][0]
 
 
-def test_a_job_that_gets_on_is_told_of_nothing_and_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_gets_on_is_told_of_nothing_and_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     job = _Job(4, monkeypatch)
     for step in range(20):
         job.train(step)
         assert job.wait(SECONDS / 3) == {}
     beats = int(20 * SECONDS / 3 / job.ranks[0].interval)
-    assert set(job.store.calls) == {"set"} and len(job.store.calls) == 4 * beats
+    # Once a beat each says where it is, and asks whether anybody has failed: should it notice that too late to ask.
+    assert job.store.calls == ["set", "check"] * 4 * beats
 
 
 @pytest.mark.parametrize("silent", [0, None])

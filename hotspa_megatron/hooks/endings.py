@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hotspa_megatron.hooks.checkpoint import last_finished
-from hotspa_megatron.runtime.watchdog import Progress, Store, launcher_holds_store
+from hotspa_megatron.runtime.watchdog import FAILED_FIRST, Progress, Store, launcher_holds_store
 
 _Found = TypeVar("_Found")
 
@@ -31,9 +31,8 @@ INTERRUPTED: Final = 130
 """Exit code after SIGINT, as shells have it."""
 _YIELD_S: Final = 3.0
 _HOLD_S: Final = 8.0
-"""The same for a rank that holds the job's store: one that notices nothing until another has yielded asks it then."""
+"""The same for a rank that holds the job's store, which others ask, or a watchdog's beat hears: some notice the loss late."""
 _STORE_S: Final = 2.0
-_FIRST: Final = "failed first"
 _SHOWN: Final = 300
 _OF_A_PEER: Final = re.compile(
     r"gloo/transport|Connection (closed|reset) by (remote )?peer|Broken pipe|Timed out waiting|Socket Timeout|"
@@ -53,10 +52,12 @@ def told(
     *,
     rank: int,
     connection: Callable[[], Callable[[], Store] | None],
+    heard: Callable[[], str | None],
 ) -> Iterator[None]:
     """Around a whole job: say where it was when it was interrupted or lost a peer. Every other error passes as it is.
 
-    ``progress`` gives None where the job is not ours; ``connection``, how to reach the job's store, None where there is none.
+    ``progress`` gives None where the job is not ours; ``connection``, how to reach the job's store, None where there is none;
+    ``heard``, what that said of a rank that failed while it still answered.
     """
     try:
         yield
@@ -71,14 +72,14 @@ def told(
         if found is not None and lost is None and (cause := _own(error)):
             _in_store(
                 connection(),
-                lambda store: store.compare_set(_FIRST, "", f"rank {rank} at {found.now[0]}: {cause}"),
+                lambda store: store.compare_set(FAILED_FIRST, "", f"rank {rank} at {found.now[0]}: {cause}"),
             )
         if found is not None and lost is not None:
             say(f"lost another rank at {found.now[0]}: {lost}")
             # Then, as a launcher may leave no time for it.
-            first = _in_store(connection(), lambda store: store.multi_get([_FIRST]) if store.check([_FIRST]) else [])
+            first = _in_store(connection(), _failed_first) or heard()
             if first:
-                say(f"the first to fail: {first[0].decode()}")
+                say(f"the first to fail: {first}")
             time.sleep(_YIELD_S if rank or launcher_holds_store() else _HOLD_S)
         raise
 
@@ -104,6 +105,10 @@ def _in_store(connect: Callable[[], Store] | None, do: Callable[[Store], _Found]
     thread.start()
     thread.join(_STORE_S)
     return found[0] if found else None
+
+
+def _failed_first(store: Store) -> str | None:
+    return store.multi_get([FAILED_FIRST])[0].decode() if store.check([FAILED_FIRST]) else None
 
 
 def peer_lost(error: BaseException) -> str | None:

@@ -74,7 +74,6 @@ class Session:
         """End the watchdog's threads, where they run."""
         if self.watchdog is not None:
             self.watchdog.stop()
-            self.watchdog = None
 
     @property
     def planner(self) -> StepPlanner:

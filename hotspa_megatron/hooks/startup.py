@@ -77,7 +77,7 @@ def remember_forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
         global _forward_step
         _forward_step = signature.bind(*positional, **options).arguments["forward_step_func"]
         rank = int(os.environ.get("RANK", "0"))
-        with endings.told(_progress, say_here, rank=rank, connection=_connection):
+        with endings.told(_progress, say_here, rank=rank, connection=_connection, heard=_heard):
             try:
                 return original(*positional, **options)
             finally:
@@ -96,6 +96,11 @@ def forget() -> None:
 def _progress() -> Progress | None:
     session = current_session()
     return None if session is None else session.progress
+
+
+def _heard() -> str | None:
+    session = current_session()
+    return None if session is None or session.watchdog is None else session.watchdog.failed_first
 
 
 def _connection() -> Callable[[], Store] | None:

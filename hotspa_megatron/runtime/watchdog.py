@@ -31,6 +31,8 @@ _SHOWN: Final = 4
 _PER_LIMIT: Final = 30
 """Beats in the time that a stall takes to be named; at most one a second."""
 _STORE_S: Final = 20
+FAILED_FIRST: Final = "failed first"
+"""The store's key for what the first rank that fails leaves there."""
 _LONGEST_PAUSE_S: Final = 60.0
 """Between attempts to reach a store that does not answer."""
 _JOIN_S: Final = 2.0
@@ -237,6 +239,8 @@ class Watchdog:
         self._connect, self._say, self._clock = connect, say, clock
         self._watched = threading.current_thread().ident
         self.interval: Final = max(1.0, seconds / _PER_LIMIT)
+        self.failed_first: str | None = None
+        """What the store said of a rank that failed: it may be gone by the time that this rank notices."""
         self._beats = 0
         self._heard: _Heard | None = None
         self._lost = connect is None
@@ -283,7 +287,7 @@ class Watchdog:
                 self._say(finding)
 
     def exchange(self, store: Store) -> None:
-        """Tell the store where this rank is; in a stall, hear what it knows of the others."""
+        """Tell the store where this rank is; hear who failed and, in a stall, what it knows of the others."""
         self._beats += 1
         place, since = self._progress.now
         still = self._clock() - since
@@ -294,6 +298,8 @@ class Watchdog:
             text, self._outbox = self._outbox, None
             self._verdicts += 1
             store.set("verdict", json.dumps([self._verdicts, text]))
+        if self.failed_first is None and store.check([FAILED_FIRST]):
+            self.failed_first = store.multi_get([FAILED_FIRST])[0].decode()
         self._heard = self._hear(store, since) if still >= self._seconds / 2 else None
 
     def _hear(self, store: Store, since: float) -> _Heard:
