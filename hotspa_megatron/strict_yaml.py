@@ -26,6 +26,8 @@ _MISSING_SPACE: Final = re.compile(r"(?:.*\s)?([A-Za-z_]+):(\S+)", re.DOTALL)
 _NULLS: Final = ("", "~", "null", "Null", "NULL")
 _TRUTHS: Final = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _SHOWN_CHARACTERS: Final = 60
+_SHOWN_PROBLEM: Final = 200
+"""Of what the YAML reader says, which may quote the file."""
 
 _Name = TypeVar("_Name", bound=str)
 
@@ -52,7 +54,7 @@ class _Composer(yaml.BaseLoader):
                 problem="anchors and aliases are not read; write the values out", problem_mark=event.start_mark
             )
         if event.tag is not None and event.tag != "!":
-            raise _Refused(problem=f"the tag {event.tag!r} is not read; remove it", problem_mark=event.start_mark)
+            raise _Refused(problem=f"the tag {shown(event.tag)} is not read; remove it", problem_mark=event.start_mark)
         if self._depth == DEPTH_LIMIT:
             raise _Refused(
                 problem=f"nested more than {DEPTH_LIMIT} deep; no key needs that", problem_mark=event.start_mark
@@ -138,7 +140,7 @@ class Value:
         values: dict[str, Value] = {}
         for key_node, node in self.node.value:
             name = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
-            full = f"{self.key}.{name}" if self.key else str(name)
+            full = f"{self.key}.{_cut(str(name))}" if self.key else _cut(str(name))
             entry = Value(path=self.path, key=one_line(full), line=_line(key_node), node=node)
             if name is None:
                 raise Value(path=self.path, key=self.key or known[0], line=_line(key_node), node=node).error(
@@ -202,7 +204,11 @@ def config_error(path: Path, line: int | None, key: str, problem: str) -> Config
 
 def shown(text: str) -> str:
     """A value as a message shows it: quoted, on one line, cut where it is long."""
-    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
+    return repr(_cut(text))
+
+
+def _cut(text: str, *, most: int = _SHOWN_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def _read_text(path: Path) -> str:
@@ -238,7 +244,7 @@ def _syntax_problem(error: yaml.MarkedYAMLError) -> tuple[str, int]:
         # PyYAML notices at the line after, and gives the start of the text as the context.
         mark = error.context_mark or mark
     else:
-        problem = f"not valid YAML ({context}{problem}); correct it"
+        problem = f"not valid YAML ({_cut(f'{context}{problem}', most=_SHOWN_PROBLEM)}); correct it"
     return problem, 1 if mark is None else mark.line + 1
 
 
