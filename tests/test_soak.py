@@ -59,7 +59,9 @@ def mix_at_random() -> None:
         if len(used) == len(self.groups):
             return plan(self, lengths)
         if used not in few:
-            few[used] = StepPlanner([self.groups[at] for at in used], self.costs, merge=False)
+            times = tuple(self.costs.times[at] for at in used)
+            costs = dataclasses.replace(self.costs, times=times)
+            few[used] = StepPlanner([self.groups[at] for at in used], costs, merge=False)
         found = plan(few[used], lengths)
         segments = [dataclasses.replace(each, group=used[each.group]) for each in found.segments]
         return StepPlan(lengths=found.lengths, segments=tuple(segments))
