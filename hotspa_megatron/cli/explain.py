@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from hotspa_megatron.cli import charts, options, tables
@@ -217,10 +217,7 @@ def _describe_file(config: HotSPaConfig) -> dict[str, object]:
         "samples": config.samples,
         "overlong": config.overlong,
         "merge": config.merge,
-        "switch": {
-            name: getattr(config.switch, name)
-            for name in ("chunk_mb", "prefetch", "transport", "max_group_mb", "fold_dtype")
-        },
+        "switch": {each.name: getattr(config.switch, each.name) for each in fields(config.switch) if each.compare},
         "check_plans": config.check_plans,
         "verify_every": config.verify_every,
         "get_batch": config.get_batch,

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from hotspa_megatron.hooks.checkpoint import last_finished
-from hotspa_megatron.runtime.watchdog import FAILED_FIRST, Progress, Store, launcher_holds_store
+from hotspa_megatron.runtime.watchdog import FAILED_FIRST, Progress, Store, failed_first, launcher_holds_store
 
 _Found = TypeVar("_Found")
 
 INTERRUPTED: Final = 130
 """Exit code after SIGINT, as shells have it."""
 _YIELD_S: Final = 3.0
+"""How long a rank that lost another stays, so that a launcher ends it before its error covers the first one."""
 _HOLD_S: Final = 8.0
 """The same for a rank that holds the job's store, which others ask, or a watchdog's beat hears: some notice the loss late."""
 _STORE_S: Final = 2.0
@@ -77,7 +78,7 @@ def told(
         if found is not None and lost is not None:
             say(f"lost another rank at {found.now[0]}: {lost}")
             # Then, as a launcher may leave no time for it.
-            first = _in_store(connection(), _failed_first) or heard()
+            first = _in_store(connection(), failed_first) or heard()
             if first:
                 say(f"the first to fail: {first}")
             time.sleep(_YIELD_S if rank or launcher_holds_store() else _HOLD_S)
@@ -105,10 +106,6 @@ def _in_store(connect: Callable[[], Store] | None, do: Callable[[Store], _Found]
     thread.start()
     thread.join(_STORE_S)
     return found[0] if found else None
-
-
-def _failed_first(store: Store) -> str | None:
-    return store.multi_get([FAILED_FIRST])[0].decode() if store.check([FAILED_FIRST]) else None
 
 
 def peer_lost(error: BaseException) -> str | None:

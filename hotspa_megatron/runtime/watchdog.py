@@ -298,8 +298,8 @@ class Watchdog:
             text, self._outbox = self._outbox, None
             self._verdicts += 1
             store.set("verdict", json.dumps([self._verdicts, text]))
-        if self.failed_first is None and store.check([FAILED_FIRST]):
-            self.failed_first = store.multi_get([FAILED_FIRST])[0].decode()
+        if self.failed_first is None:
+            self.failed_first = failed_first(store)
         self._heard = self._hear(store, since) if still >= self._seconds / 2 else None
 
     def _hear(self, store: Store, since: float) -> _Heard:
@@ -356,6 +356,11 @@ class Watchdog:
 def _read(said: bytes) -> Beat:
     beats, step, number, place, peers, code, waits = json.loads(said)
     return Beat(beats, step, number, place, tuple(peers), code, waits)
+
+
+def failed_first(store: Store) -> str | None:
+    """What the first rank that failed left in the job's store; None where there is nothing."""
+    return store.multi_get([FAILED_FIRST])[0].decode() if store.check([FAILED_FIRST]) else None
 
 
 def launcher_holds_store() -> bool:
