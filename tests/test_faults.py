@@ -240,8 +240,9 @@ def test_faults_at_random_points_leave_the_loss_trace_as_it_is(tmp_path: Path, n
     ids=lambda fault: f"rank {fault.rank} in {fault.point}",
 )
 def test_a_stopped_rank_is_named_and_the_backends_time_out_ends_the_job(tmp_path: Path, fault: Fault) -> None:
-    # It is slow before, so that it has told where it is: it does so once a second.
-    slow = dataclasses.replace(fault, kind="slow", seconds=1.5)
+    # It is slow before, so that it has told where it is: it does so once a second. So are the others, which would look for
+    # it while it still beats.
+    slow = dataclasses.replace(fault, kind="slow", rank=None, seconds=1.5)
     broken = Broken.train(job(line(iterations=3), (slow, fault), tmp_path / "traces"))
     check(broken, (slow, fault), Traces(tmp_path / "traces"))
     if fault.rank:
@@ -273,7 +274,7 @@ def test_a_slow_rank_changes_nothing_but_is_named(tmp_path: Path) -> None:
 def test_the_watchdog_names_the_peer_that_a_rank_waits_for(tmp_path: Path) -> None:
     """Rank 1 stands still with two of a switch's three batches under way: rank 0 comes to the third at most."""
     fault = Fault("stop", 1, "switch chunk 1", 2)
-    slow = dataclasses.replace(fault, kind="slow", seconds=1.5)
+    slow = dataclasses.replace(fault, kind="slow", rank=None, seconds=1.5)
     broken = Broken.train(_pair((slow, fault), tmp_path / "traces"))
     check(broken, (slow, fault), Traces(tmp_path / "traces"))
     assert re.search(

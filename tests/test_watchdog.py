@@ -9,7 +9,7 @@ import itertools
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -115,6 +115,19 @@ def test_a_stopped_rank_is_named_once_and_again_in_another_stall(monkeypatch: py
             )
 
 
+@pytest.mark.parametrize(("after", "beats"), [(0.7, False), (0.9, True)])
+def test_a_rank_may_stop_in_the_midst_of_a_stall(after: float, beats: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds the others up, and is stopped while they have begun to look for it; of the last moment nobody can tell."""
+    job = _Job(4, monkeypatch)
+    job.train(1)
+    for rank in (0, 1, 3):
+        job.progress[rank].at("fold", "a -> b")
+    assert job.wait(after * SECONDS) == {}
+    said = job.wait(SECONDS, stopped=[2])
+    assert ("its process beats" in said[0][0]) == beats and ("does not beat any more" in said[0][0]) != beats
+    assert "rank 0 says: rank 2 is behind" in said[1][0]
+
+
 def test_a_rank_that_was_stopped_itself_blames_nobody_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it knows of others is from before, and its connection may be a moment late."""
     job = _Job(2, monkeypatch)
@@ -167,28 +180,29 @@ def test_without_rank_0_others_find_out_by_themselves(silent: int | None, monkey
     assert ("rank 0 says: rank 0 is behind" if silent is None else "the first 8 ranks say nothing") in last
 
 
-def _beat(place: int, *, beats: int = 9, waits: bool = True, step: int = 1) -> Beat:
-    return Beat(beats, step, place, f"place {place}", (), "x.py:1 (f)", waits)
+def _beat(place: int, *, waits: bool = True, step: int = 1) -> Beat:
+    return Beat(9, step, place, f"place {place}", (), "x.py:1 (f)", waits)
 
 
 @pytest.mark.parametrize(
-    ("beats", "message"),
+    ("beats", "quiet", "message"),
     [
-        ({0: _beat(3), 1: _beat(3), 2: _beat(3)}, "no rank is behind the others.*; ranks 0-2 at place 3$"),
-        ({0: _beat(3), 1: _beat(3, waits=False), 2: _beat(3)}, "^rank 1 is behind: at place 3, in x.py:1"),
+        ({0: _beat(3), 1: _beat(3), 2: _beat(3)}, (), "no rank is behind the others.*; ranks 0-2 at place 3$"),
+        ({0: _beat(3), 1: _beat(3, waits=False), 2: _beat(3)}, (), "^rank 1 is behind: at place 3, in x.py:1"),
         (
             {0: _beat(3), 1: _beat(2), 2: _beat(2, waits=False)},
+            (),
             "^rank 2 is behind: .*; ranks? 0 at place 3; rank 1 at place 2",
         ),
-        ({0: _beat(3), 1: _beat(5), 2: _beat(0, step=2)}, "^rank 0 is behind"),
-        ({0: _beat(3), 1: None, 2: _beat(1)}, "^rank 1 is behind: it has not come to its first step"),
-        ({0: _beat(3, beats=1), 1: _beat(4), 2: _beat(1)}, "^rank 0 is behind: .* does not beat any more"),
-        ({rank: _beat(3, beats=1) for rank in range(9)} | {9: _beat(3)}, "5 more ranks are behind; rank 9 at place 3$"),
+        ({0: _beat(3), 1: _beat(5), 2: _beat(0, step=2)}, (), "^rank 0 is behind"),
+        ({0: _beat(3), 1: None, 2: _beat(1)}, (), "^rank 1 is behind: it has not come to its first step"),
+        ({0: _beat(3), 1: _beat(4), 2: _beat(1)}, (0,), "^rank 0 is behind: .* does not beat any more"),
+        (dict.fromkeys(range(10), _beat(3)), range(9), "5 more ranks are behind; rank 9 at place 3$"),
     ],
-    ids=["nobody", "one waits for nobody", "of two", "earlier", "never came", "silent", "many"],
+    ids=["nobody", "one waits for nobody", "of two", "earlier", "never came", "quiet", "many"],
 )
-def test_who_is_behind(beats: dict[int, Beat | None], message: str) -> None:
-    assert re.search(message, judge(dict.fromkeys(range(9), 1), beats))
+def test_who_is_behind(beats: dict[int, Beat | None], quiet: Collection[int], message: str) -> None:
+    assert re.search(message, judge(beats, quiet))
 
 
 # --------------------------------------------------------------------------------------------------- with real threads

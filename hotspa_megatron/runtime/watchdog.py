@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,8 @@ _SHOWN: Final = 4
 """Ranks, or places with ranks, in a message."""
 _PER_LIMIT: Final = 30
 """Beats in the time that a stall takes to be named; at most one a second."""
+_QUIET: Final = 3
+"""Beats that a rank may miss, on a busy machine, before it is taken for a stopped one."""
 _STORE_S: Final = 20
 FAILED_FIRST: Final = "failed first"
 """The store's key for what the first rank that fails leaves there."""
@@ -116,13 +118,13 @@ class Beat(NamedTuple):
         return self.step, self.number
 
 
-def judge(first: Mapping[int, int], latest: Mapping[int, Beat | None]) -> str:
-    """Who holds the others up, in one line, from what every rank said last and how often it had spoken before.
+def judge(latest: Mapping[int, Beat | None], quiet: Collection[int]) -> str:
+    """Who holds the others up, in one line, from what every rank said last; those in ``quiet`` say nothing any more.
 
-    A rank that has said nothing since is behind, whatever its place. Else it is the one that is at the earliest place, or of
-    several there the one that waits for nobody.
+    A quiet rank, or one that never spoke, is behind, whatever its place. Else it is the one that is at the earliest place, or
+    of several there the one that waits for nobody.
     """
-    silent = [rank for rank, beat in sorted(latest.items()) if beat is None or beat.beats == first.get(rank)]
+    silent = [rank for rank, beat in sorted(latest.items()) if beat is None or rank in quiet]
     beating = {rank: beat for rank, beat in sorted(latest.items()) if beat is not None and rank not in silent}
     behind = silent or _last_of(beating, len(latest))
     parts = [_described(rank, latest[rank], silent=bool(silent)) for rank in behind[:_SHOWN]]
@@ -205,15 +207,20 @@ class Store(Protocol):
 
 class _Heard(NamedTuple):
     """What the others have said during a stall. ``since``: which stall; ``begun``, ``now``: when it was first and last asked
-    for; ``first``: beats then; ``verdicts``: how many rank 0 had spoken then; ``verdict``: one that it has spoken since."""
+    for; ``new``: when each one's latest words were new; ``verdicts``: how many rank 0 had spoken at first; ``verdict``: one
+    that it has spoken since."""
 
     since: float
     begun: float
     now: float
-    first: dict[int, int]
     latest: dict[int, Beat | None]
+    new: dict[int, float]
     verdicts: int
     verdict: str | None
+
+    def quiet(self, seconds: float) -> set[int]:
+        """Ranks that have not spoken since they were first asked, or for so long. A rank may stop in the midst of a stall."""
+        return {rank for rank, new in self.new.items() if new == self.begun or self.now - new >= seconds}
 
 
 class Watchdog:
@@ -312,9 +319,9 @@ class Watchdog:
                 latest[rank] = _read(said)
         now, before = self._clock(), self._heard
         if before is None or before.since != since:
-            first = {rank: beat.beats for rank, beat in latest.items() if beat is not None}
-            return _Heard(since, now, now, first, latest, number, None)
-        return before._replace(now=now, latest=latest, verdict=text if number > before.verdicts else None)
+            return _Heard(since, now, now, latest, dict.fromkeys(latest, now), number, None)
+        new = {rank: before.new[rank] if beat == before.latest[rank] else now for rank, beat in latest.items()}
+        return before._replace(now=now, latest=latest, new=new, verdict=text if number > before.verdicts else None)
 
     def finding(self) -> str | None:
         """What there is to say now: nothing but once per stall."""
@@ -339,7 +346,7 @@ class Watchdog:
             elif not heard.latest:
                 text = f"{waited}, at {here}; the first {_SAID_BY} ranks say nothing"
             else:
-                verdict = judge(heard.first, heard.latest)
+                verdict = judge(heard.latest, heard.quiet(max(_QUIET * self.interval, self._seconds / 4)))
                 text = f"{waited}: {verdict}" if self._rank == 0 else f"{waited}, at {here}: {verdict}"
                 if self._rank == 0:
                     self._outbox = verdict
