@@ -96,7 +96,11 @@ MUTANTS: Final = (
         f"{RUNTIME}/watchdog.py",
         ["tests/test_watchdog.py", "-k", "not lost"],
         {
-            "a silent rank counts as beating": ("if beat is None or beat.beats == first.get(rank)", "if beat is None"),
+            "a silent rank counts as beating": ("if beat is None or rank in quiet", "if beat is None"),
+            "a rank that stops in the midst of a stall counts as beating": (
+                "if self.now - new >= seconds",
+                "if new == self.begun",
+            ),
             "the rank that is furthest on is behind": ("earliest = min(", "earliest = max("),
             "a stall is told again and again": ("        self._named = since\n", ""),
             "ranks that get on ask for the others": (

@@ -256,7 +256,7 @@ def test_a_stopped_rank_is_named_and_the_backends_time_out_ends_the_job(tmp_path
 @pytest.mark.long
 def test_a_slow_rank_changes_nothing_but_is_named(tmp_path: Path) -> None:
     """For longer than the watchdog waits; the job goes on as if nothing had been."""
-    slow = Fault("slow", 1, "backward", 2, seconds=5.0)
+    slow = Fault("slow", 1, "backward", 2, seconds=8.0)
     run = train(job(line(iterations=3), (slow,), tmp_path / "traces"))
     assert Traces(tmp_path / "traces").struck(0) is not None
     whole, _ = unbroken(3)

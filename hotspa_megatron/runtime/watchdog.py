@@ -207,7 +207,7 @@ class Store(Protocol):
 
 class _Heard(NamedTuple):
     """What the others have said during a stall. ``since``: which stall; ``begun``, ``now``: when it was first and last asked
-    for; ``new``: when each one's latest words were new; ``verdicts``: how many rank 0 had spoken at first; ``verdict``: one
+    for; ``new``: when each one's last words were new; ``verdicts``: how many rank 0 had spoken at first; ``verdict``: one
     that it has spoken since."""
 
     since: float
@@ -219,8 +219,8 @@ class _Heard(NamedTuple):
     verdict: str | None
 
     def quiet(self, seconds: float) -> set[int]:
-        """Ranks that have not spoken since they were first asked, or for so long. A rank may stop in the midst of a stall."""
-        return {rank for rank, new in self.new.items() if new == self.begun or self.now - new >= seconds}
+        """Ranks that have said nothing new for so long: one may stop in the midst of a stall."""
+        return {rank for rank, new in self.new.items() if self.now - new >= seconds}
 
 
 class Watchdog:
@@ -338,7 +338,7 @@ class Watchdog:
         patience = 0.0 if self._rank == 0 else 4 * self.interval
         heard, waited = self._heard, f"no progress for {still:.0f} s"
         here = f"{place}{f', waiting for {_ranks(place.peers)}' if place.peers else ''}"
-        if heard is not None and heard.since == since and heard.now - heard.begun >= 2 * self.interval:
+        if heard is not None and heard.since == since and heard.now - heard.begun >= _QUIET * self.interval:
             if heard.verdict is not None:
                 text = f"{waited}, at {here}; rank 0 says: {heard.verdict}"
             elif still < self._seconds + patience:
