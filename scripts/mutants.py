@@ -120,7 +120,7 @@ MUTANTS: Final = (
         },
     ),
     *_of(
-        f"{PLANNING}/reshard_plan.py",
+        f"{PLANNING}/regions.py",
         ["tests/test_reshard_plan.py"],
         {
             "what a rank holds is sent to it": (
@@ -131,22 +131,34 @@ MUTANTS: Final = (
                 "key = (destination.holdings(index), *(source.holdings(index) for source in sources))",
                 "key = (destination.holdings(index),)",
             ),
+            "a slab of the refinement is lost": (
+                "bisect_right(edges, other.lo[dim]) - 1, bisect_left",
+                "bisect_right(edges, other.lo[dim]), bisect_left",
+            ),
+        },
+    ),
+    *_of(
+        f"{PLANNING}/routing.py",
+        ["tests/test_reshard_plan.py"],
+        {
             "the last rank of a node is forgotten": (
                 "& ((1 << topology.gpus_per_node) - 1)",
                 "& ((1 << (topology.gpus_per_node - 1)) - 1)",
             ),
             "senders of another node": ("block[:, 3:] += ", "block[:, 4:] += "),
-            "messages share a buffer whatever they hold": (
-                "tuple((c.parameter, c.source, c.source_start, c.shape) for c in send.cells)",
-                "tuple((c.parameter, c.source, c.shape) for c in send.cells)",
-            ),
             "a relay sends to itself": (
                 "others = [rank for rank in missing[line] if rank != entry]",
                 "others = list(missing[line])",
             ),
-            "a slab of the refinement is lost": (
-                "bisect_right(edges, other.lo[dim]) - 1, bisect_left",
-                "bisect_right(edges, other.lo[dim]), bisect_left",
+        },
+    ),
+    *_of(
+        f"{PLANNING}/reshard_plan.py",
+        ["tests/test_reshard_plan.py"],
+        {
+            "messages share a buffer whatever they hold": (
+                "tuple((c.parameter, c.source, c.source_start, c.shape) for c in send.cells)",
+                "tuple((c.parameter, c.source, c.shape) for c in send.cells)",
             ),
         },
     ),

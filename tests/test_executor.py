@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
 from hotspa_megatron.planning.param_layout import ExpertAxes, Layout, Placement, RankPieces, model_layout
-from hotspa_megatron.planning.reshard_plan import Cell, RankPlan, ReshardPlan, plan_reshard
+from hotspa_megatron.planning.regions import Cell
+from hotspa_megatron.planning.reshard_plan import RankPlan, ReshardPlan, plan_reshard
 from hotspa_megatron.planning.topology import LinkClass, Topology
 from hotspa_megatron.runtime.binding import Binder, Sizes, cut
 from hotspa_megatron.runtime.executor import CHUNK_BYTES, Reshard

@@ -32,7 +32,8 @@ from hotspa_megatron.planning.param_layout import (
     RankPieces,
     model_layout,
 )
-from hotspa_megatron.planning.reshard_plan import DESTINATION, Cell, ReshardPlan, plan_reshard
+from hotspa_megatron.planning.regions import DESTINATION, Cell
+from hotspa_megatron.planning.reshard_plan import ReshardPlan, plan_reshard
 from hotspa_megatron.planning.topology import LinkClass, Topology
 from hotspa_megatron.strategy import Strategy, stage_layers
 from tests.layouts import (

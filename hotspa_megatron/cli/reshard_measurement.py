@@ -27,7 +27,8 @@ from hotspa_megatron.planning.param_layout import (
     gpt_parameters,
     model_layout,
 )
-from hotspa_megatron.planning.reshard_plan import Cell, LocalTensor, Message, Phase, RankPlan, ReshardPlan, plan_reshard
+from hotspa_megatron.planning.regions import Cell
+from hotspa_megatron.planning.reshard_plan import LocalTensor, Message, Phase, RankPlan, ReshardPlan, plan_reshard
 from hotspa_megatron.runtime.binding import Copies, Region, Tensors
 from hotspa_megatron.runtime.executor import Reshard
 from hotspa_megatron.runtime.storage import flatten

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 
 import torch
 
-from hotspa_megatron.planning.reshard_plan import DESTINATION, Cell, Phase, RankPlan
+from hotspa_megatron.planning.regions import DESTINATION, Cell
+from hotspa_megatron.planning.reshard_plan import Phase, RankPlan
 from hotspa_megatron.runtime.storage import Storage
 
 Tensors = Mapping[int, torch.Tensor]
