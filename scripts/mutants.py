@@ -644,7 +644,7 @@ MUTANTS: Final = (
         ranks=True,
     ),
     *_of(
-        "hotspa_megatron/hooks/forward_backward.py",
+        "hotspa_megatron/hooks/moves.py",
         ["tests/test_gradients.py", "-k", "in_bf16"],
         {
             "folds travel in single precision, whatever the file says": (
@@ -667,6 +667,13 @@ MUTANTS: Final = (
                 "                        self._finish_guest(guest)\n",
                 "                        pass\n",
             ),
+        },
+        ranks=True,
+    ),
+    *_of(
+        "hotspa_megatron/hooks/loss_reports.py",
+        ["tests/test_gradients.py", "-k", "every_mix"],
+        {
             "every tensor-parallel rank counts its tokens": (
                 "return at.pp == strategy.pp - 1 and at.tp == 0",
                 "return at.pp == strategy.pp - 1",

@@ -532,20 +532,20 @@ def _errors_of(mix: Mix, rank: int, world: int, fault: str) -> dict[str, Any]:
     from hotspa_megatron.hooks.data import StepBatch, StepLoader
 
     session, model, forward_step = start(mix, world, torch.float64)
-    runner, layout = session.runner, session.runner._layout
+    runner, layout = session.runner, session.runner.moves.layout
     values = {parameter.name: _value(parameter) for parameter in layout.parameters}
     for piece in layout.pieces(rank):
         whole = values[layout.parameters[piece.parameter].name]
-        local = runner._parameters[piece.parameter].data
+        local = runner.moves.parameters[piece.parameter].data
         local[region(piece.start, piece.box.shape)] = whole[region(piece.box.lo, piece.box.shape)]
     patches = Patches()
     get_batch.serve(forward_step, patches, adapter=None)
     if fault == PROMPTS_COUNT:
         patches.wrap(Conversations, "text", lambda text: lambda *at: Text(*text(*at)[:2], np.ones(at[1].length, bool)))
     if fault == PLANTED_AND_MULTIPLIED:
-        from hotspa_megatron.hooks import forward_backward
+        from hotspa_megatron.hooks import loss_reports
 
-        patches.set(forward_backward, "_only_counted", lambda losses, iterator: losses)
+        patches.set(loss_reports, "_only_counted", lambda losses, iterator: losses)
     shape = megatron_arguments.shape_of(session.args)
     errors: dict[tuple[str, str], float] = {}
     seen: set[str] = set()

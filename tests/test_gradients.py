@@ -223,7 +223,7 @@ def _sums_of_micro_batches(
             for micro_batch in range(256):
                 (parameter * (0.001 if micro_batch else 1.0)).sum().backward()
             total = parameter.main_grad.flatten()[-1]
-            sums.append((float(total), str(total.dtype), str(session.runner._fold_dtype)))
+            sums.append((float(total), str(total.dtype), str(session.runner.moves.fold_dtype)))
         found.append(sums)
         install.uninstall()
     return found
@@ -245,10 +245,10 @@ def _errors_of(mix: Mix, rank: int, world: int, dtype: torch.dtype, fault: str) 
     from hotspa_megatron.hooks.patching import Patches
 
     session, model, forward_step = start(mix, world, dtype)
-    runner, layout = session.runner, session.runner._layout
+    runner, layout = session.runner, session.runner.moves.layout
     parameters = [_value(parameter) for parameter in layout.parameters]
     for piece in layout.pieces(rank):
-        local = runner._parameters[piece.parameter].data
+        local = runner.moves.parameters[piece.parameter].data
         local[region(piece.start, piece.box.shape)] = parameters[piece.parameter][region(piece.box.lo, piece.box.shape)]
     patches = Patches()
     get_batch.serve(forward_step, patches, adapter=None)
@@ -298,24 +298,24 @@ def _value(parameter: LogicalParameter) -> torch.Tensor:
 
 def _gathered(runner: Any) -> dict[str, torch.Tensor]:
     """Whole gradients in double precision, from the elements that each rank's optimizer would read."""
-    rank, owned = dist.get_rank(), runner._owned
+    moves = runner.moves
     own = [
-        (piece, runner._parameters[piece.parameter].main_grad[region(piece.start, piece.box.shape)].double().clone())
-        for piece in owned.pieces(rank)
+        (piece, moves.parameters[piece.parameter].main_grad[region(piece.start, piece.box.shape)].double().clone())
+        for piece in moves.owned.pieces(dist.get_rank())
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
     whole = {
         index: torch.full(parameter.shape, float("nan"), dtype=torch.float64)
-        for index, parameter in enumerate(runner._layout.parameters)
+        for index, parameter in enumerate(moves.layout.parameters)
     }
     for theirs in everyone:
         for piece, values in theirs:
             target = whole[piece.parameter][region(piece.box.lo, piece.box.shape)]
             # Whoever holds a copy must hold the same: replicas may not drift.
-            assert bool((target.isnan() | (target == values)).all()), runner._layout.parameters[piece.parameter].name
+            assert bool((target.isnan() | (target == values)).all()), moves.layout.parameters[piece.parameter].name
             target.copy_(values)
-    return {runner._layout.parameters[index].name: value for index, value in whole.items()}
+    return {moves.layout.parameters[index].name: value for index, value in whole.items()}
 
 
 def _inject(fault: str, session: Any, patches: Any) -> None:
@@ -324,7 +324,7 @@ def _inject(fault: str, session: Any, patches: Any) -> None:
     from hotspa_megatron.planning.param_layout import model_layout
     from hotspa_megatron.runtime.binding import Copies
 
-    runner = session.runner
+    runner, moves = session.runner, session.runner.moves
     match fault:
         case "fold_dropped":
             patches.set(Copies, "add", lambda self: None)
@@ -337,12 +337,12 @@ def _inject(fault: str, session: Any, patches: Any) -> None:
 
             patches.set(Copies, "add", twice)
         case "prefetched_wrong":
-            prefetch = runner._prefetch
+            prefetch = moves.prefetch
 
             def wrong(resident: Any, later: Any) -> None:
                 prefetch(resident, later)
-                if runner._fetch is not None:
-                    pending, parameters = runner._fetch.pending, runner._fetch.guest.parameters.values()
+                if moves._fetch is not None:
+                    pending, parameters = moves._fetch.pending, moves._fetch.guest.parameters.values()
                     finish = pending.finish
 
                     def spoil() -> None:
@@ -352,16 +352,14 @@ def _inject(fault: str, session: Any, patches: Any) -> None:
 
                     pending.finish = spoil
 
-            runner._prefetch = wrong
+            moves.prefetch = wrong
         case "fc1_contiguous":
-            wrong = [dataclasses.replace(each, split_stride=1) for each in runner._layout.parameters]
+            wrong = [dataclasses.replace(each, split_stride=1) for each in moves.layout.parameters]
             (guest,) = runner._guests.values()
-            right = runner._layout, guest.layout
-            runner._layout, guest.layout = (
-                model_layout(wrong, each.strategy, [range(4)], tied=False) for each in right
-            )
-            runner._switch_route(None, guest.state.strategy)  # kept: plans are made once
-            runner._layout, guest.layout = right
+            right = moves.layout, guest.layout
+            moves.layout, guest.layout = (model_layout(wrong, each.strategy, [range(4)], tied=False) for each in right)
+            moves._switch_route(None, guest.state.strategy)  # kept: plans are made once
+            moves.layout, guest.layout = right
         case "sibling_reduces_early":
             # Every segment may start home's reduction, as if each were the step's last.
             @contextmanager

@@ -136,7 +136,7 @@ def test_every_fault_is_named_with_its_parameter_and_ranks() -> None:
 
 
 def _what_the_guard_says(rank: int, world: int, mix: Mix, faults: tuple[str, ...]) -> dict[str, str]:
-    from hotspa_megatron.hooks import cpu, forward_backward, get_batch, install
+    from hotspa_megatron.hooks import cpu, get_batch, install, loss_reports
 
     cpu.install()
     session, model, forward_step = start(mix, world, torch.float32)
@@ -165,8 +165,8 @@ def _what_the_guard_says(rank: int, world: int, mix: Mix, faults: tuple[str, ...
                 results[fault] = ""
             except RuntimeError as error:
                 results[fault] = str(error)
-    only_counted = forward_backward._only_counted
-    patches.set(forward_backward, "_only_counted", lambda *given: only_counted(*given) * float("inf"))
+    only_counted = loss_reports._only_counted
+    patches.set(loss_reports, "_only_counted", lambda *given: only_counted(*given) * float("inf"))
     check()
     results["not finite anywhere"] = said[-1]
     patches.undo_all()
@@ -179,18 +179,18 @@ def _fault(fault: str, rank: int, session: Any) -> Iterator[Callable[[Any], None
     """The fault in this rank's part of the job; yields what is to be done to a finished step's record, if anything."""
     from hotspa_megatron.runtime.binding import Copies
 
-    runner = session.runner
-    index = {parameter.name: at for at, parameter in enumerate(runner._layout.parameters)}
+    runner, moves = session.runner, session.runner.moves
+    index = {parameter.name: at for at, parameter in enumerate(moves.layout.parameters)}
     fc2 = index["decoder.layers.1.mlp.linear_fc2.weight"]
     patches = Patches()
-    before = {at: parameter.detach().clone() for at, parameter in runner._parameters.items()}
+    before = {at: parameter.detach().clone() for at, parameter in moves.parameters.items()}
     late: Callable[[Any], None] | None = None
 
     def flip(tensor: torch.Tensor) -> None:
         tensor.detach().view(torch.int32).view(-1)[5] ^= 1
 
     def arrives_wrong(strategy: str, on: int) -> None:
-        switch = runner._switch
+        switch = moves.switch
 
         def wrong(resident: Any, guest: Any) -> Any:
             move = switch(resident, guest)
@@ -198,26 +198,26 @@ def _fault(fault: str, rank: int, session: Any) -> Iterator[Callable[[Any], None
                 flip(guest.parameters[fc2])
             return move
 
-        patches.set(runner, "_switch", wrong)
+        patches.set(moves, "switch", wrong)
 
     match fault:
         case "a norm of rank 3" if rank == 3:
-            flip(runner._parameters[index["decoder.final_layernorm.weight"]])
+            flip(moves.parameters[index["decoder.final_layernorm.weight"]])
         case "a weight of rank 2" if rank == 2:
-            flip(runner._parameters[fc2])
+            flip(moves.parameters[fc2])
         case "arrived wrong on rank 1":
             arrives_wrong("tp1-cp1-pp1-dp4", 1)
         case "arrived wrong where nobody has a copy":
             arrives_wrong("tp4-cp1-pp1-dp1", 2)
         case "halves of the gate in another order":
             guest = next(each for strategy, each in runner._guests.items() if strategy.tp == 1)
-            wrong = [dataclasses.replace(each, split_stride=1) for each in runner._layout.parameters]
-            right = runner._layout, guest.layout
-            known, runner._switches = runner._switches, {}
-            runner._layout, guest.layout = (model_layout(wrong, each.strategy, [range(4)], tied=True) for each in right)
-            runner._switch_route(None, guest.state.strategy)  # kept: plans are made once
-            runner._layout, guest.layout = right
-            patches.on_undo("switches", lambda: setattr(runner, "_switches", known))
+            wrong = [dataclasses.replace(each, split_stride=1) for each in moves.layout.parameters]
+            right = moves.layout, guest.layout
+            known, moves._switches = moves._switches, {}
+            moves.layout, guest.layout = (model_layout(wrong, each.strategy, [range(4)], tied=True) for each in right)
+            moves._switch_route(None, guest.state.strategy)  # kept: plans are made once
+            moves.layout, guest.layout = right
+            patches.on_undo("switches", lambda: setattr(moves, "_switches", known))
         case "fold dropped":
             patches.set(Copies, "add", lambda self: None)
         case "fold twice":
@@ -226,11 +226,11 @@ def _fault(fault: str, rank: int, session: Any) -> Iterator[Callable[[Any], None
         case "a part of one rank's gradient lost" if rank in (1, 3):  # one of them owns some of it
 
             def late(record: Any) -> None:
-                runner._parameters[fc2].main_grad.zero_()
+                moves.parameters[fc2].main_grad.zero_()
         case "not a number in the step alone":
 
             def late(record: Any) -> None:
-                runner._parameters[fc2].main_grad.fill_(float("nan"))
+                moves.parameters[fc2].main_grad.fill_(float("nan"))
         case "a token too many" | "a loss that differs":
 
             def late(record: Any) -> None:
@@ -241,7 +241,7 @@ def _fault(fault: str, rank: int, session: Any) -> Iterator[Callable[[Any], None
         yield late
     finally:
         patches.undo_all()
-        for at, parameter in runner._parameters.items():
+        for at, parameter in moves.parameters.items():
             parameter.detach().copy_(before[at])
 
 

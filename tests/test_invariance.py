@@ -92,10 +92,10 @@ def _brought_up(mix: Mix, rank: int, world: int) -> tuple[Any, Any, Any, Patches
     from hotspa_megatron.hooks import get_batch
 
     session, model, forward_step = start(mix, world, torch.float64)
-    runner, layout = session.runner, session.runner._layout
+    runner, layout = session.runner, session.runner.moves.layout
     for piece in layout.pieces(rank):
         whole = _value(layout.parameters[piece.parameter])
-        local = runner._parameters[piece.parameter].data
+        local = runner.moves.parameters[piece.parameter].data
         local[region(piece.start, piece.box.shape)] = whole[region(piece.box.lo, piece.box.shape)]
     patches = Patches()
     get_batch.serve(forward_step, patches, adapter=None)

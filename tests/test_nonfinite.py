@@ -45,9 +45,9 @@ def spoil(steps: Spoiled, *, times: int = 10**9) -> None:
     """
     from megatron.training import get_args
 
-    from hotspa_megatron.hooks import forward_backward
+    from hotspa_megatron.hooks import forward_backward, loss_reports
 
-    only_counted, run = forward_backward._only_counted, forward_backward.StepRunner.run
+    only_counted, run = loss_reports._only_counted, forward_backward.StepRunner.run
     passes: dict[int, int] = {}
 
     def count_passes(self: Any, **options: Any) -> Any:
@@ -63,7 +63,7 @@ def spoil(steps: Spoiled, *, times: int = 10**9) -> None:
         return losses
 
     patches = Patches()
-    patches.set(forward_backward, "_only_counted", spoiled)
+    patches.set(loss_reports, "_only_counted", spoiled)
     patches.set(forward_backward.StepRunner, "run", count_passes)
 
 

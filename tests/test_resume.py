@@ -144,9 +144,9 @@ def _die_between_two_segments() -> None:
     """Rank 1 of the third step, with a guest's gradients on their way and home's segment to come."""
     import torch.distributed as dist
 
-    from hotspa_megatron.hooks.forward_backward import StepRunner
+    from hotspa_megatron.hooks.moves import Moves
 
-    begin_fold, calls = StepRunner._begin_fold, 0
+    begin_fold, calls = Moves.begin_fold, 0
 
     def third_is_the_last(*args: Any) -> Any:
         nonlocal calls
@@ -156,7 +156,7 @@ def _die_between_two_segments() -> None:
             _die()
         return begun
 
-    Patches().set(StepRunner, "_begin_fold", third_is_the_last)
+    Patches().set(Moves, "begin_fold", third_is_the_last)
 
 
 @pytest.mark.parametrize(

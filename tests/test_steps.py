@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from hotspa_megatron.hooks.forward_backward import _Tally
+from hotspa_megatron.hooks.loss_reports import Tally
 from tests.test_training import DP4, GUEST_AND_SIBLING, TP2_CP2
 from tests.training import TP2_PP2, TWO_GUESTS, Job, arguments, log_steps, train
 
@@ -79,7 +79,7 @@ def test_only_guests_with_work_are_switched_to_and_folded_once(tmp_path: Path) -
 
 def test_a_steps_loss_is_a_mean_of_tokens_and_not_of_micro_batches() -> None:
     """A micro-batch with 1 target and a loss sum of 2, one with 9 and 90: 9.2, where a mean of means would say 6."""
-    tally = _Tally()
+    tally = Tally()
     for total, targets in ((2.0, 1), (90.0, 9)):
         tally.count_tokens(None, targets)
         tally.add([{"lm loss": torch.tensor([total, float(targets)])}], True)

@@ -92,11 +92,11 @@ def _rows_of(mix: Mix, rank: int, world: int) -> dict[str, float]:
     from hotspa_megatron.hooks.patching import Patches
 
     session, model, forward_step = start(mix, world, torch.float64)
-    runner, layout, patches = session.runner, session.runner._layout, Patches()
+    runner, layout, patches = session.runner, session.runner.moves.layout, Patches()
     whole = {parameter.name: _value(parameter) for parameter in layout.parameters}
     for piece in layout.pieces(rank):
         value = whole[layout.parameters[piece.parameter].name]
-        runner._parameters[piece.parameter].data[region(piece.start, piece.box.shape)] = value[
+        runner.moves.parameters[piece.parameter].data[region(piece.start, piece.box.shape)] = value[
             region(piece.box.lo, piece.box.shape)
         ]
     get_batch.serve(forward_step, patches, adapter=None)

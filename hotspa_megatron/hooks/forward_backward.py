@@ -8,82 +8,24 @@ user's own forward_step. All of it is one forward-backward pass to Megatron's re
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hotspa_megatron.config import SwitchConfig
 from hotspa_megatron.hooks import get_batch
 from hotspa_megatron.hooks.data import SegmentIterator, Step, StepLoader
-from hotspa_megatron.hooks.model import (
-    Guest,
-    LogicalModel,
-    check_against,
-    home_modules_under,
-    local_tensors,
-    owned_gradients,
-    packed_only,
-)
+from hotspa_megatron.hooks.loss_reports import TOKENS, LossReports, Tally, checked
+from hotspa_megatron.hooks.model import Guest, home_modules_under, packed_only
+from hotspa_megatron.hooks.moves import Fetch, Move, Moves
 from hotspa_megatron.hooks.parallel_state import ParallelStates, random_state_of
 from hotspa_megatron.hooks.recompute import recomputing
-from hotspa_megatron.hooks.timeline import Timeline, Voyage
-from hotspa_megatron.planning.reshard_plan import ReshardPlan, plan_reshard
+from hotspa_megatron.hooks.timeline import Timeline
 from hotspa_megatron.planning.step_plan import Segment, StepPlanner
-from hotspa_megatron.planning.topology import Topology
-from hotspa_megatron.runtime.executor import PendingReshard, Reshard
-from hotspa_megatron.runtime.transport import Transport
 from hotspa_megatron.runtime.watchdog import Progress
-from hotspa_megatron.strategy import Kind, Strategy
-
-
-@dataclass(frozen=True)
-class Move:
-    """A switch or a fold as it was carried out. ``num_bytes`` and ``messages``: over all ranks; ``seconds``: this rank's."""
-
-    source: str
-    destination: str
-    num_bytes: int
-    messages: int
-    seconds: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.source} -> {self.destination}: {self.num_bytes / 2**20:.1f} MiB sent, {self.messages} messages, "
-            f"{self.seconds * 1e3:.0f} ms"
-        )
-
-
-@dataclass(frozen=True)
-class _Route:
-    """A planned move: this rank's part, and its bytes and messages over all ranks."""
-
-    reshard: Reshard
-    num_bytes: int
-    messages: int
-
-    def move(self, source: Strategy, destination: Strategy, seconds: float) -> Move:
-        return Move(str(source), str(destination), self.num_bytes, self.messages, seconds)
-
-    def voyage(
-        self, timeline: Timeline, kind: Literal["switch", "fold"], source: Strategy, destination: Strategy
-    ) -> Voyage:
-        return timeline.moving(kind, str(source), str(destination), size=self.num_bytes, messages=self.messages)
-
-
-@dataclass(frozen=True)
-class _Fetch:
-    """A guest's parameters under way to it, or its gradients from it. ``move``: what it has taken so far."""
-
-    guest: Guest
-    pending: PendingReshard
-    move: Move
-    voyage: Voyage
+from hotspa_megatron.strategy import Kind
 
 
 @dataclass
@@ -105,8 +47,8 @@ class StepRecord:
 class StepRunner:
     """Runs steps over home's model and the guests. One per job; collective calls throughout.
 
-    ``model`` is home's list of DDP-wrapped chunks, ``guests`` the built guests by strategy. ``args`` is Megatron's
-    argument namespace; ``progress`` is told where the rank is, for a watchdog.
+    ``model`` is home's list of DDP-wrapped chunks; ``moves`` knows the guests. ``args`` is Megatron's argument namespace;
+    ``progress`` is told where the rank is, for a watchdog.
     """
 
     def __init__(
@@ -115,43 +57,17 @@ class StepRunner:
         args: Any,
         states: ParallelStates,
         planner: StepPlanner,
-        logical: LogicalModel,
         model: Sequence[Any],
-        guests: dict[Strategy, Guest],
-        transport: Transport,
-        topology: Topology,
-        switch: SwitchConfig,
+        moves: Moves,
         check_plans: bool,
-        log: Callable[[str], None],
         progress: Progress,
     ) -> None:
         self._args, self._states, self.planner = args, states, planner
-        self._model, self._guests = list(model), guests
-        self._transport, self._topology, self._switching = transport, topology, switch
-        self._check_plans, self._log = check_plans, log
+        self._model, self.moves, self._guests = list(model), moves, moves.guests
+        self._check_plans, self._progress = check_plans, progress
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        home = states.home.strategy
-        self._layout = logical.layout(home, logical.home_layers)
-        self._parameters = local_tensors(model, logical)
-        check_against(self._layout, self._parameters, self._rank)
-        self._owned = owned_gradients(model, self._layout, self._parameters)
-        self._switches: dict[tuple[Strategy | None, Strategy], _Route] = {}
-        self._folds: dict[Strategy, _Route] = {}
-        self._fetch: _Fetch | None = None
-        self._progress = progress
+        self._losses = LossReports(states.home.strategy)
         self._timeline = Timeline(progress)
-        self._fits: dict[tuple[Strategy, Strategy], bool | None] = {}
-        self._parameter_dtype = _single_dtype("parameters", (p.dtype for p in self._parameters.values()))
-        main_grad = _single_dtype("gradients", (p.main_grad.dtype for p in self._parameters.values()))
-        narrower = switch.fold_itemsize(main_grad.itemsize) < main_grad.itemsize
-        self._fold_dtype = torch.bfloat16 if narrower else main_grad
-        self._report_keys: tuple[str, ...] | None = None
-        self._seen_switches: set[tuple[str, str]] = set()
-
-    @property
-    def fold_dtype(self) -> torch.dtype | None:
-        """What guests' gradients travel home as; None without guests."""
-        return self._fold_dtype if self._guests else None
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -172,7 +88,8 @@ class StepRunner:
         on home's last pipeline stage, else none) and the record of the step.
         """
         self._timeline = timeline = timeline or Timeline(self._progress)
-        record, tally = StepRecord(timeline=timeline), _Tally()
+        self.moves.begin_step(timeline)
+        record, tally = StepRecord(timeline=timeline), Tally()
         with timeline.span("wait", "for all ranks to agree on the step"):
             if self._check_plans:
                 self._compare_plans(step)
@@ -181,25 +98,16 @@ class StepRunner:
         try:
             folds = self._run_segments(forward_step_func, step, loader, record, tally, switched, **options)
         finally:
-            # After a step nothing of a guest stays, after a failed one either. What still arrives there ends first.
-            self._fetch = None
-            for guest in self._guests.values():
-                guest.release_parameters()
-                guest.release_gradients()
+            self.moves.end_step()
         with timeline.span("wait", "for all ranks' losses"):
-            totals = self._sum_reports(tally)
+            totals = self._losses.sum(tally)
         with timeline.span("reduce", "home"):
             self._finish_home(finalize, options)
         for fold in folds:
-            started = time.perf_counter()
-            with fold.voyage.waiting():
-                fold.pending.finish()
-            fold.voyage.land()
-            seconds = fold.move.seconds + time.perf_counter() - started
-            record.folds.append(dataclasses.replace(fold.move, seconds=seconds))
-        self._scale(totals.pop(_TOKENS)[1])
+            record.folds.append(self.moves.finish_fold(fold))
+        self._scale(totals.pop(TOKENS)[1])
         record.losses = totals
-        return self._report(totals), record
+        return self._losses.report(totals), record
 
     def _run_segments(
         self,
@@ -207,10 +115,10 @@ class StepRunner:
         step: Step,
         loader: StepLoader,
         record: StepRecord,
-        tally: _Tally,
+        tally: Tally,
         switched: Callable[[Guest], None] | None,
         **options: Any,
-    ) -> list[_Fetch]:
+    ) -> list[Fetch]:
         """Forward and backward of every segment in order; returns the folds under way."""
         home_config = _config(self._model)
         home_schedule = _HomeSchedule(self._model, step)
@@ -223,7 +131,7 @@ class StepRunner:
                 guest = self._guests[segment.strategy]
                 if resident is not guest:
                     # Both hold valid parameters until the next guest has its own.
-                    record.switches.append(self._switch(resident, guest))
+                    record.switches.append(self.moves.switch(resident, guest))
                     if resident is not None:
                         resident.release_parameters()
                     resident = guest
@@ -231,14 +139,14 @@ class StepRunner:
                         switched(guest)
                 else:
                     guest.materialise()
-                self._prefetch(guest, step.plan.segments[position + 1 :])
+                self.moves.prefetch(guest, step.plan.segments[position + 1 :])
                 with self._segment(segment, position, guest.config, home_config):
                     with self._timeline.span("segment", str(segment.strategy), position=position):
                         reports = self._schedule(forward_step_func, guest.model, iterator, tally, **options)
                     with self._timeline.span("reduce", str(segment.strategy)):
                         self._finish_guest(guest)
-                    tally.add(reports, self._reports_loss(segment.strategy))
-                folds.append(self._begin_fold(guest))
+                    tally.add(reports, self._losses.counts(segment.strategy))
+                folds.append(self.moves.begin_fold(guest))
                 guest.release_gradients()
                 continue
             if resident is not None:
@@ -247,7 +155,7 @@ class StepRunner:
             with home_schedule.accumulating(segment), self._segment(segment, position, home_config, home_config):
                 with self._timeline.span("segment", str(segment.strategy), position=position):
                     reports = self._schedule(forward_step_func, self._model, iterator, tally, **options)
-                tally.add(reports, self._reports_loss(segment.strategy))
+                tally.add(reports, self._losses.counts(segment.strategy))
         home_schedule.start_what_did_not_run()
         return folds
 
@@ -312,7 +220,7 @@ class StepRunner:
         forward_step_func: Callable[..., Any],
         model: list[Any],
         iterator: SegmentIterator,
-        tally: _Tally,
+        tally: Tally,
         **options: Any,
     ) -> list[Any]:
         """Megatron's own schedule over this rank's micro-batches; a replica without any runs nothing."""
@@ -325,7 +233,7 @@ class StepRunner:
         try:
             return list(
                 get_forward_backward_func()(
-                    forward_step_func=_checked(forward_step_func),
+                    forward_step_func=checked(forward_step_func),
                     data_iterator=iterator if len(model) == 1 else [iterator.again() for _ in model],
                     model=model,
                     num_microbatches=len(iterator),
@@ -343,115 +251,6 @@ class StepRunner:
         alignment = self.planner.groups[segment.group].alignment
         at = segment.strategy.coordinates(self._rank)
         return SegmentIterator(step, segment, loader.samples, at, alignment)
-
-    # -------------------------------------------------------------------------------------------- parameters and folds
-
-    def _switch(self, resident: Guest | None, guest: Guest) -> Move:
-        """Complete the parameters of ``guest``, whether their move has begun or not, and give it its gradients."""
-        fetch = self._fetch or self._begin_switch(resident, guest)
-        assert fetch.guest is guest
-        started = time.perf_counter()
-        with fetch.voyage.waiting():
-            guest.materialise()
-            fetch.pending.finish()
-        fetch.voyage.land()
-        self._fetch = None
-        move = dataclasses.replace(fetch.move, seconds=fetch.move.seconds + time.perf_counter() - started)
-        if (move.source, move.destination) not in self._seen_switches:
-            self._seen_switches.add((move.source, move.destination))
-            self._log(f"switch {move}")
-        return move
-
-    def _begin_switch(self, resident: Guest | None, guest: Guest) -> _Fetch:
-        """Start the move of parameters out of home and the resident guest, both of which must stay until it is finished."""
-        started = time.perf_counter()
-        route = self._switch_route(resident.state.strategy if resident else None, guest.state.strategy)
-        source = resident.state.strategy if resident else self._states.home.strategy
-        voyage = route.voyage(self._timeline, "switch", source, guest.state.strategy)
-        with voyage.waiting():
-            guest.materialise_parameters()
-            sources: list[dict[int, Any]] = [self._parameters]
-            if resident is not None:
-                sources.append(resident.parameters)
-            pending = route.reshard.begin(sources=sources, destination=guest.parameters)
-        voyage.arrival = pending.arrived
-        return _Fetch(guest, pending, route.move(source, guest.state.strategy, time.perf_counter() - started), voyage)
-
-    def _prefetch(self, resident: Guest, later: Sequence[Segment]) -> None:
-        """Start the next guest's switch beside the segment that comes first, where that is wanted and fits."""
-        if not later or later[0].kind is not Kind.GUEST:
-            return
-        guest = self._guests[later[0].strategy]
-        if guest is not resident and self._may_prefetch(resident, guest):
-            self._fetch = self._begin_switch(resident, guest)
-
-    def _may_prefetch(self, resident: Guest, guest: Guest) -> bool:
-        """Whether to prefetch; the same answer on every rank."""
-        if self._switching.prefetch != "auto":
-            return self._switching.prefetch == "always"
-        if not self._transport.pace.on_stream:
-            return False
-        pair = resident.state.strategy, guest.state.strategy
-        if pair not in self._fits:
-            # The memory that the segment takes is known once it has run.
-            self._fits[pair] = None
-            return False
-        if self._fits[pair] is None:
-            needed = guest.parameter_bytes + 2 * (self._switching.chunk_mb << 20)
-            fits = torch.tensor([int(_unused_bytes() >= needed)]).cuda()
-            dist.all_reduce(fits, op=dist.ReduceOp.MIN)
-            self._fits[pair] = bool(fits.item())
-            self._log(f"prefetch {pair[0]} -> {pair[1]}: {'fits' if self._fits[pair] else 'too little memory'}")
-        return bool(self._fits[pair])
-
-    def _switch_route(self, resident: Strategy | None, guest: Strategy) -> _Route:
-        if (resident, guest) not in self._switches:
-            sources = [self._layout] + ([self._guests[resident].layout] if resident else [])
-            dtype = self._parameter_dtype
-            with self._timeline.span("plan", f"switch to {guest}"):
-                plan = plan_reshard(
-                    sources, self._guests[guest].layout, itemsize=dtype.itemsize, topology=self._topology
-                )
-                self._switches[resident, guest] = self._route(plan, dtype, accumulate=False)
-        return self._switches[resident, guest]
-
-    def _begin_fold(self, guest: Guest) -> _Fetch:
-        """Send the guest's finished gradients to the ranks that own them at home; they are added after home's own."""
-        started = time.perf_counter()
-        route = self._fold_route(guest.state.strategy)
-        home = self._states.home.strategy
-        voyage = route.voyage(self._timeline, "fold", guest.state.strategy, home)
-        with voyage.waiting():
-            pending = route.reshard.begin(sources=[guest.gradients], destination=self._home_gradients())
-        voyage.arrival = pending.arrived
-        return _Fetch(guest, pending, route.move(guest.state.strategy, home, time.perf_counter() - started), voyage)
-
-    def _fold_route(self, guest: Strategy) -> _Route:
-        if guest not in self._folds:
-            dtype = self._fold_dtype
-            # What was added cannot be relayed: each addend goes straight to its owner.
-            with self._timeline.span("plan", f"fold from {guest}"):
-                plan = plan_reshard(
-                    [self._guests[guest].layout],
-                    self._owned,
-                    itemsize=dtype.itemsize,
-                    topology=self._topology,
-                    two_phase=False,
-                )
-                self._folds[guest] = self._route(plan, dtype, accumulate=True)
-        return self._folds[guest]
-
-    def _route(self, plan: ReshardPlan, dtype: torch.dtype, *, accumulate: bool) -> _Route:
-        part = plan.for_rank(self._rank)
-        chunk_bytes = self._switching.chunk_mb << 20
-        waiting = functools.partial(self._progress.inside, "chunk")
-        reshard = Reshard(
-            part, self._transport, accumulate=accumulate, dtype=dtype, chunk_bytes=chunk_bytes, waiting=waiting
-        )
-        return _Route(reshard, plan.total_bytes, plan.num_messages)
-
-    def _home_gradients(self) -> dict[int, torch.Tensor]:
-        return {index: parameter.main_grad for index, parameter in self._parameters.items()}
 
     def _sync_home_parameters(self, step: Step) -> None:
         """Complete an overlapped parameter all-gather that this step would read past, or enter on some ranks only.
@@ -474,49 +273,6 @@ class StepRunner:
                     if group.param_gather_handle is not None or not group.param_gather_dispatched:
                         group.start_param_sync(force_sync=True)
 
-    # --------------------------------------------------------------------------------------------------------- reports
-
-    def _reports_loss(self, strategy: Strategy) -> bool:
-        """Whether this rank's loss reports count: once per token, so only tp 0 of the last stage."""
-        at = strategy.coordinates(self._rank)
-        return at.pp == strategy.pp - 1 and at.tp == 0
-
-    def _sum_reports(self, tally: _Tally) -> dict[str, tuple[float, float]]:
-        """Sum every key's (total, tokens) over the world, once per step; ``_TOKENS`` holds the valid tokens.
-
-        Ranks that never are a last stage do not know the keys: they learn them in the first step that has any.
-        """
-        keys = self._report_keys
-        if keys is None:
-            gathered: list[Any] = [None] * self._world
-            dist.all_gather_object(gathered, tuple(tally.sums))
-            keys = tuple(sorted({key for each in gathered for key in each}))
-            if keys:
-                self._report_keys = keys
-        unknown = sorted(set(tally.sums) - set(keys))
-        if unknown:
-            raise RuntimeError(f"the loss report has a new key {unknown[0]!r}; its keys must be the same in every step")
-        zero = (0.0, 0.0)
-        rows = [tally.sums.get(key, zero) for key in keys] + [(0.0, tally.tokens)]
-        values = torch.tensor(rows, dtype=torch.float64).cuda()
-        dist.all_reduce(values)
-        sums = [(float(total), float(tokens)) for total, tokens in values.tolist()]
-        return dict(zip((*keys, _TOKENS), sums, strict=True))
-
-    def _report(self, totals: dict[str, tuple[float, float]]) -> list[Any]:
-        """One report on every rank of home's last stage: the training loop then sums it over home's dp x cp ranks."""
-        home = self._states.home.strategy
-        if home.coordinates(self._rank).pp != home.pp - 1:
-            return []
-        share = home.dp * home.cp
-        return [
-            {
-                # Without a valid token the loss is 0 of something, not 0 / 0.
-                key: torch.tensor([total / share, (tokens or 1.0) / share], dtype=torch.float64).cuda()
-                for key, (total, tokens) in totals.items()
-            }
-        ]
-
     def _compare_plans(self, step: Step) -> None:
         """Raise RuntimeError on every rank, naming the ranks that differ, where ranks planned different steps."""
         own = torch.tensor([step.plan.digest()], dtype=torch.int64).cuda()
@@ -535,40 +291,6 @@ class StepRunner:
                 f"{_plans_differ(different[0], said[different[0]], digests.index(common), said[digests.index(common)])}; "
                 "their data, costs or code differ"
             )
-
-
-_TOKENS = ""
-"""Key of the valid tokens in ``StepRunner._sum_reports``; no loss report can use it."""
-
-
-class _Tally:
-    """Loss reports and valid tokens of this rank's segments, summed in double precision."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, tuple[float, float]] = {}
-        self.tokens = 0.0
-        self._last = 0.0
-
-    def count_tokens(self, model: Any, num_tokens: Any = None, **_: Any) -> None:
-        """In the place of finalize_model_grads while a segment runs: only note the tokens that the schedule counted."""
-        self._last = float(num_tokens) if num_tokens is not None else 0.0
-
-    def add(self, reports: list[Any], counts: bool) -> None:
-        """Take in a segment's reports (one dict per micro-batch) where this rank's count."""
-        tokens, self._last = self._last, 0.0
-        if not counts:
-            return
-        self.tokens += tokens
-        for key in reports[0] if reports else ():
-            values = [report[key].detach() for report in reports]
-            if values[0].numel() != 2:
-                raise ValueError(
-                    f"the loss report's {key!r} has {values[0].numel()} elements; return [sum, tokens] of two, as "
-                    "Megatron's own loss function does"
-                )
-            total, count = torch.stack([value.double().view(2) for value in values]).sum(0).tolist()
-            before = self.sums.get(key, (0.0, 0.0))
-            self.sums[key] = (before[0] + total, before[1] + count)
 
 
 class _HomeSchedule:
@@ -635,55 +357,10 @@ def _replaced(config: Any, **values: Any) -> Iterator[None]:
             setattr(config, name, value)
 
 
-def _unused_bytes() -> int:
-    """Device memory that this process has not needed so far, but for a twentieth of it all."""
-    free, total = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated() - total // 20
-
-
 def _config(model: Sequence[Any]) -> Any:
     from megatron.core.utils import get_model_config
 
     return get_model_config(model[0])
-
-
-def _checked(forward_step_func: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse a loss function without a token count: its sum over micro-batches of any size would be meaningless.
-
-    And have it see zeros where the mask is: it multiplies by the mask, and a NaN that a kernel left there would stay one.
-    """
-
-    @functools.wraps(forward_step_func)
-    def forward_step(data_iterator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-        output, loss_func = forward_step_func(data_iterator, model, *args, **kwargs)
-
-        def counted(losses: Any, *loss_args: Any, **loss_kwargs: Any) -> Any:
-            result = loss_func(_only_counted(losses, data_iterator), *loss_args, **loss_kwargs)
-            if len(result) != 3:
-                raise ValueError(
-                    f"the loss function returns {len(result)} values; return (loss sum, number of tokens, report), as "
-                    "Megatron's own does: a mean per micro-batch cannot be put together exactly"
-                )
-            return result
-
-        return output, counted
-
-    return forward_step
-
-
-def _only_counted(losses: Any, iterator: SegmentIterator) -> Any:
-    """Losses of tokens, exactly 0 where they do not count; what is not one number per token stays as it is."""
-    mask = iterator.latest_mask
-    if not torch.is_tensor(losses) or mask is None or losses.shape != mask.shape:
-        return losses
-    return torch.where(mask != 0, losses, 0.0)
-
-
-def _single_dtype(what: str, dtypes: Iterator[torch.dtype]) -> torch.dtype:
-    found = sorted(set(dtypes), key=str)
-    if len(found) != 1:
-        raise ValueError(f"home's {what} have several dtypes ({', '.join(map(str, found))}); one is supported")
-    return found[0]
 
 
 def _plans_differ(rank: int, one: tuple[Any, Any], other: int, two: tuple[Any, Any]) -> str:

@@ -21,6 +21,7 @@ from hotspa_megatron.hooks.data import StepLoader
 from hotspa_megatron.hooks.forward_backward import StepRunner
 from hotspa_megatron.hooks.guard import Guard
 from hotspa_megatron.hooks.model import LogicalModel, build_guest, read_home
+from hotspa_megatron.hooks.moves import Moves
 from hotspa_megatron.hooks.parallel_state import ParallelState, ParallelStates
 from hotspa_megatron.hooks.patching import Patches
 from hotspa_megatron.hooks.step_report import Estimates, LineFile, StepLog, StepReport
@@ -88,10 +89,9 @@ class Session:
         self._planner = self._plan_by_costs(logical)
         # Each guest once, in the order of the file, however many length groups it serves.
         layers = {s.strategy: s.stages for s in self.resolved.strategies if s.kind is Kind.GUEST}
-        make_runner = functools.partial(
-            StepRunner,
-            args=self.args,
-            states=self.states,
+        moves_of = functools.partial(
+            Moves,
+            home=self.resolved.home.strategy,
             logical=logical,
             model=model,
             transport=self.transport,
@@ -100,23 +100,24 @@ class Session:
             progress=self.progress,
             log=say,
         )
-        self.runner = make_runner(
-            planner=self.planner,
-            guests={guest: build_guest(self.states, guest, logical, layers[guest], build) for guest in layers},
-            check_plans=self.resolved.config.check_plans,
+        runner_of = functools.partial(
+            StepRunner, args=self.args, states=self.states, model=model, progress=self.progress
         )
+        guests = {guest: build_guest(self.states, guest, logical, layers[guest], build) for guest in layers}
+        moves = moves_of(guests=guests)
+        self.runner = runner_of(planner=self.planner, moves=moves, check_plans=self.resolved.config.check_plans)
         if self.resolved.config.verify_every is not None:
             in_home = self.planner.in_home()
             self.guard = Guard(
                 every=self.resolved.config.verify_every,
                 ungraded=why_ungraded(self.args, self.resolved),
-                alone=make_runner(planner=in_home, guests={}, check_plans=False),
+                alone=runner_of(planner=in_home, moves=moves_of(guests={}), check_plans=False),
                 home=self.resolved.home.strategy,
                 logical=logical,
                 model=model,
                 say=say,
                 scaled=bool(self.args.fp16 or self.args.loss_scale),
-                folded_in=self.runner.fold_dtype,
+                folded_in=moves.fold_dtype,
             )
         self.report = self._prepare_report(logical)
         return self.runner
