@@ -659,8 +659,8 @@ MUTANTS: Final = (
         ["tests/test_gradients.py", "-k", "every_mix"],
         {
             "gradients are not divided": (
-                "        self._scale(totals.pop(_TOKENS)[1])\n",
-                "        totals.pop(_TOKENS)\n",
+                "        self._scale(totals.pop(TOKENS)[1])\n",
+                "        totals.pop(TOKENS)\n",
             ),
             "a fold is left out": ("        for fold in folds:\n", "        for fold in folds[1:]:\n"),
             "a guest's own reduction is left out": (
