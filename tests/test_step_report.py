@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import statistics
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -384,6 +387,18 @@ def test_a_full_disk_ends_the_log_and_nothing_else(tmp_path: Path) -> None:
     LineFile(tmp_path / "file" / "a", said.append).write("x")
     assert len(said) == 2 and "nothing more is written" in said[1]
 
+    # Over a network it may be the end of a file at which that is found.
+    class Late:
+        def close(self) -> None:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    file = LineFile(tmp_path / "b", said.append)
+    file._file.close()
+    file._file = Late()
+    file.close()
+    file.close()
+    assert said[2:] == [f"{tmp_path / 'b'}: Disk quota exceeded; nothing more is written there"]
+
 
 def test_a_model_that_fails_ends_the_estimates_and_nothing_else() -> None:
     def make() -> Any:
@@ -423,3 +438,30 @@ def test_an_estimate_that_takes_long_is_not_waited_for() -> None:
     patient.begin(third)
     assert patient.take() == (3.0, 3.0) and patient.take() is None
     patient.close()
+
+
+def test_a_model_that_never_ends_holds_no_rank_up() -> None:
+    """One that fails leaves its cause for the others next, and its process ends."""
+    code = """
+import threading
+from hotspa_megatron.hooks.step_report import Estimates
+from hotspa_megatron.planning.step_plan import StepPlan
+
+estimates = Estimates(threading.Event().wait, print)
+estimates.begin(StepPlan(lengths=(), segments=()))
+estimates.close()
+print("closed", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout == "closed\n"
+
+
+def test_timelines_that_cannot_be_put_together_cost_no_checkpoint(tmp_path: Path) -> None:
+    """The last one is saved after the training loop, which ends the trace."""
+    saved = tmp_path / "saved"
+    (saved / "watched" / f"{run_folder.TIMELINE}.new").mkdir(parents=True)
+    save = ("--save", str(saved), "--save-interval", "10")
+    run = train(Job(arguments(*save, iterations=1), "strategies: []\ntrace: watched\n", ranks=1))
+    assert len(run.losses) == 1
+    assert re.search(r"^hotspa: \S+\.json\.new: Is a directory; hotspa report can put", run.output, re.MULTILINE)
+    assert (saved / "latest_checkpointed_iteration.txt").read_text() == "1"

@@ -10,10 +10,12 @@ import contextlib
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 from hotspa_megatron.hooks.data import Step, padding_fraction
@@ -27,6 +29,7 @@ _TIMERS: Final = ("hotspa-plan", "hotspa-switch", "hotspa-fold", *(f"hotspa-{kin
 _LEVEL: Final = 1
 """Of our timers: shown from --timing-log-level 1 on, as Megatron's forward-backward is."""
 _PATIENCE_S: Final = 5.0
+_JOIN_S: Final = 1.0
 _KNOWN: Final = "forward-backward"
 """A timer that Megatron shows at that level."""
 
@@ -199,7 +202,10 @@ class Estimates:
     ) -> None:
         self._make, self._say, self._patience = make, say, patience
         self._estimator: StepEstimator | None = None
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotspa-estimates")
+        self._plans: SimpleQueue[tuple[StepPlan, Future[tuple[float, float]]] | None] = SimpleQueue()
+        # Not an executor's: those are waited for when a process ends, and a rank that fails must not be held up.
+        self._worker = threading.Thread(target=self._work, name="hotspa-estimates", daemon=True)
+        self._worker.start()
         self._under_way: Future[tuple[float, float]] | None = None
         self._asked = self._failed = False
 
@@ -208,7 +214,8 @@ class Estimates:
         late = self._under_way is not None and not self._under_way.done()
         self._asked = not (self._failed or late)
         if self._asked:
-            self._under_way = self._worker.submit(self._estimate, plan)
+            self._under_way = Future()
+            self._plans.put((plan, self._under_way))
 
     def take(self) -> tuple[float, float] | None:
         """Seconds as planned and static of the step that ``begin`` was last called for."""
@@ -225,7 +232,17 @@ class Estimates:
             return None
 
     def close(self) -> None:
-        self._worker.shutdown()
+        """End the thread; one that is at work is left alone after a moment."""
+        self._plans.put(None)
+        self._worker.join(_JOIN_S)
+
+    def _work(self) -> None:
+        while (asked := self._plans.get()) is not None:
+            plan, answer = asked
+            try:
+                answer.set_result(self._estimate(plan))
+            except Exception as error:  # told by ``take``
+                answer.set_exception(error)
 
     def _estimate(self, plan: StepPlan) -> tuple[float, float]:
         if self._estimator is None:
@@ -255,9 +272,12 @@ class LineFile:
             self._complain(error)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.close()  # where a file system over a network may say for the first time that there was no room
+            except OSError as error:
+                self._complain(error)
 
     def _open(self, mode: str) -> None:
         try:

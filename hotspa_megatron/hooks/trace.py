@@ -29,7 +29,7 @@ class Trace:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, (host, moments))
         self._zero = gathered[0][1][0] + run_folder.clock_offsets(*zip(*gathered, strict=True))[rank]
-        self._folder, self._rank, self._left = folder, rank, run_folder.TRACED_STEPS
+        self._folder, self._rank, self._say, self._left = folder, rank, say, run_folder.TRACED_STEPS
         self._file = LineFile(run_folder.rank_file(folder, rank), say, anew=True)
         start = f"{datetime.fromtimestamp(gathered[0][1][0], UTC):%Y-%m-%d %H:%M:%S.%f} UTC"
         self._file.write("[\n")
@@ -71,9 +71,14 @@ class Trace:
         self._file.close()
 
     def merge(self) -> None:
-        """Put all ranks' files together, on rank 0. Call it once all are closed."""
+        """Put all ranks' files together, on rank 0. Call it once all are closed. Where that fails, a line says so."""
         if self._rank == 0:
-            run_folder.merge_timelines(self._folder)
+            try:
+                run_folder.merge_timelines(self._folder)
+            except OSError as error:  # the last checkpoint may still be to come
+                self._say(
+                    f"{error.filename or self._folder}: {error.strerror}; hotspa report can put the timelines together"
+                )
 
     def _add(self, events: list[run_folder.Event]) -> None:
         self._file.write(run_folder.event_lines(events))
