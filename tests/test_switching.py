@@ -26,7 +26,7 @@ def observed() -> list[dict[str, Any]]:
 
 def _observe(rank: int, world: int) -> dict[str, Any]:
     job = _job(rank, world)
-    watched = (_watch_memory, _fail_inside, _draw, _disagree, _pool_of)
+    watched = (_watch_memory, _fail_inside, _draw, _disagree, _lose_a_peer, _pool_of)
     return {function.__name__: function(rank, *job) for function in watched}
 
 
@@ -156,6 +156,30 @@ def _fail_inside(rank: int, session: Any, model: Any, run: Any, step: Any) -> in
             )
             assert not hasattr(module, "config") or module.config.context_parallel_size == home["context_parallel_size"]
     return len(step.plan.segments)
+
+
+def test_memory_that_peers_still_write_into_is_not_released(observed: list[dict[str, Any]]) -> None:
+    """A rank that loses one peer within a switch has messages of the others under way: it must live to say what it lost."""
+    assert [each["_lose_a_peer"] for each in observed] == [(True, 0)] * 4
+
+
+def _lose_a_peer(rank: int, session: Any, model: Any, run: Any, step: Any) -> tuple[bool, int]:
+    from hotspa_megatron.hooks.patching import Patches
+    from hotspa_megatron.runtime.executor import PendingReshard
+
+    patches, guests = Patches(), session.runner.moves.guests.values()
+
+    def lost(self: PendingReshard) -> None:
+        raise ConnectionError("planted")
+
+    patches.set(PendingReshard, "finish", lost)
+    with pytest.raises(ConnectionError, match="planted"):
+        run()
+    kept = any(guest.resident_bytes for guest in guests)
+    patches.undo_all()
+    session.runner.moves._mid_switch = False
+    session.runner.moves.end_step()
+    return kept, sum(guest.resident_bytes for guest in guests)
 
 
 def test_random_numbers_of_a_segment_follow_from_its_place_alone(observed: list[dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ what a step runs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -104,6 +105,7 @@ class Moves:
         self._switches: dict[tuple[Strategy | None, Strategy], _Route] = {}
         self._folds: dict[Strategy, _Route] = {}
         self._fetch: Fetch | None = None
+        self._mid_switch = False
         self._timeline = Timeline(progress)
         self._fits: dict[tuple[Strategy, Strategy], bool | None] = {}
         self._parameter_dtype = _single_dtype("parameters", (p.dtype for p in self.parameters.values()))
@@ -122,18 +124,28 @@ class Moves:
         self._timeline = timeline
 
     def end_step(self) -> None:
-        """After a step nothing of a guest stays, after a failed one either. What still arrives there ends first."""
+        """After a step nothing of a guest stays, after a failed one either. What still arrives there ends first.
+
+        But for a switch that failed itself: its error keeps its messages alive, and peers may still write into parameters.
+        """
         self._fetch = None
         for guest in self.guests.values():
-            guest.release_parameters()
+            if not self._mid_switch:
+                guest.release_parameters()
             guest.release_gradients()
+
+    @contextlib.contextmanager
+    def _switching_parameters(self) -> Iterator[None]:
+        self._mid_switch = True
+        yield
+        self._mid_switch = False
 
     def switch(self, resident: Guest | None, guest: Guest) -> Move:
         """Complete the parameters of ``guest``, whether their move has begun or not, and give it its gradients."""
         fetch = self._fetch or self._begin_switch(resident, guest)
         assert fetch.guest is guest
         started = time.perf_counter()
-        with fetch.voyage.waiting():
+        with fetch.voyage.waiting(), self._switching_parameters():
             guest.materialise()
             fetch.pending.finish()
         fetch.voyage.land()
@@ -150,7 +162,7 @@ class Moves:
         route = self._switch_route(resident.state.strategy if resident else None, guest.state.strategy)
         source = resident.state.strategy if resident else self._home
         voyage = route.voyage(self._timeline, "switch", source, guest.state.strategy)
-        with voyage.waiting():
+        with voyage.waiting(), self._switching_parameters():
             guest.materialise_parameters()
             sources: list[dict[int, Any]] = [self.parameters]
             if resident is not None:
