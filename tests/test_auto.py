@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 
 from hotspa_megatron.config import load_config, resolve
 from hotspa_megatron.hooks import auto as auto_module
-from hotspa_megatron.hooks import compat
+from hotspa_megatron.hooks import compat, costs
 from hotspa_megatron.hooks.arguments import recompute_of
 from hotspa_megatron.hooks.auto import FILE_NAME
 from hotspa_megatron.planning import profile_file
@@ -76,6 +77,36 @@ def test_a_job_plans_once_and_a_resumed_run_keeps_to_the_file(tmp_path: Path) ->
 )
 def test_lengths_that_nobody_knows_are_refused(flags: tuple[str, ...], problem: str) -> None:
     assert problem in refusal(Job(arguments(*flags, *AUTO), None, ranks=1))
+
+
+def test_a_profile_that_cannot_be_kept_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("no folder")
+    save = ("--save", str(tmp_path / "checkpoints"), "--save-interval", "9")
+    line = arguments(*save, *AUTO, iterations=1, batch=4)
+    run = train(Job(line, None, ranks=1, before=functools.partial(with_cache, str(tmp_path / "cache"))))
+    assert "not kept for other jobs (" in run.output and "HOTSPA_CACHE names another folder" in run.output
+    assert len(run.losses) == 1
+
+
+@pytest.mark.parametrize("place", ["damaged", "closed", "nowhere"])
+def test_a_profile_that_cannot_be_read_leaves_the_description(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    path = tmp_path / "profile.yaml"
+    path.write_text("gpus_per_node: a few\n")
+    monkeypatch.setattr(costs, "cached_profile", lambda: None if place == "nowhere" else path)
+    stat = os.stat
+
+    def closed(file: Any, *more: Any, **options: Any) -> os.stat_result:
+        if str(file) == str(path):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(file, *more, **options)
+
+    if place == "closed":
+        monkeypatch.setattr(os, "stat", closed)
+    hardware, source = costs.hardware_here()
+    assert hardware.name == "cpu-gloo" and source.startswith("the description cpu-gloo of ranks on CPU")
+    assert ("cannot be used" in source and str(path) in source) == (place == "damaged")
 
 
 SEVEN = replace(KNOWN_MODELS["llama-7b"], seq_length=16384)

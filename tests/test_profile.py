@@ -122,12 +122,21 @@ def test_profiles_of_other_clusters_have_other_names(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(profile_file.CACHE_VARIABLE, str(tmp_path))
     one = {"device": "NVIDIA H100", "ranks_per_node": 8, "world_size": 16, "versions": "torch 2"}
     path = profile_file.cached_path(**one)  # type: ignore[arg-type]
-    assert path.parent == tmp_path and path.name.startswith("nvidia-h100-8-of-16-")
+    assert path is not None and path.parent == tmp_path and path.name.startswith("nvidia-h100-8-of-16-")
     for other in ({"device": "CPU"}, {"ranks_per_node": 4}, {"world_size": 8}, {"versions": "torch 3"}):
         assert profile_file.cached_path(**{**one, **other}) != path  # type: ignore[arg-type]
     # One that was made before a number was asked for could not be read.
     monkeypatch.setattr(profile_file, "Hardware", make_dataclass("Hardware", ["name", "gpus_per_node"]))
     assert profile_file.cached_path(**one) != path  # type: ignore[arg-type]
+
+
+def test_a_user_without_a_home_folder_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv(profile_file.CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert profile_file.cached_path(device="CPU", ranks_per_node=1, world_size=1, versions="") is None
 
 
 @pytest.mark.parametrize(

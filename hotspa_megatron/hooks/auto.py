@@ -6,10 +6,12 @@ the cluster: a profile that an earlier job left, the description of a known devi
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
 import platform
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,13 +89,15 @@ def decide(args: Any, *, say: Say) -> Path:
     if _read(job.path) == text:
         return job.path
     # Another file system than rank 0's.
-    path = Path(tempfile.mkdtemp(prefix="hotspa-")) / FILE_NAME
+    folder = tempfile.mkdtemp(prefix="hotspa-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = Path(folder) / FILE_NAME
     path.write_text(text, encoding="utf-8")
     return path
 
 
-def cached_profile() -> Path:
-    """Where the profile of this job's cluster is, if there is one. Needs joined ranks."""
+def cached_profile() -> Path | None:
+    """Where the profile of this job's cluster is, if there is one; None where no place is known. Needs joined ranks."""
     return profile_file.cached_path(
         device=_device_name(), ranks_per_node=_ranks_per_node(), world_size=dist.get_world_size(), versions=_versions()
     )
@@ -179,8 +183,8 @@ def _lengths(args: Any) -> tuple[LengthHistogram, str]:
 
 def _hardware(args: Any, say: Say) -> Hardware:
     """What is known of this cluster; measured now, on all ranks, where that is nothing. Collective."""
-    path = cached_profile()
-    text, name = _from_first(lambda: (_read(path), described_device(None if cpu.needed() else _device_name())))
+    path, name = _from_first(lambda: (cached_profile(), described_device(None if cpu.needed() else _device_name())))
+    text = _from_first(lambda: None if path is None else _read(path))
     known_device = not cpu.needed() and (name != UNKNOWN_DEVICE or "A100" in _device_name())
     if text is None and not known_device:
         say(f"--hotspa-config auto: nothing is known of {_device_name()}: measuring it, once, for up to 3 minutes")
@@ -191,13 +195,16 @@ def _hardware(args: Any, say: Say) -> Hardware:
         )
         return load_hardware(name).with_nodes_of(_ranks_per_node())
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / path.name
+        copy = Path(folder) / (path.name if path is not None else "measured.yaml")
         copy.write_text(text, encoding="utf-8")
-        return load_hardware(copy)
+        try:
+            return load_hardware(copy)
+        except ValueError as error:
+            raise ValueError(f"{str(error).replace(str(copy), str(path))}; or remove it: it is made anew") from None
 
 
-def _calibrated(path: Path, say: Say) -> str:
-    """Measure on all ranks and keep the result at ``path`` on rank 0's machine. Collective."""
+def _calibrated(path: Path | None, say: Say) -> str:
+    """Measure on all ranks and keep the result at ``path`` on rank 0's machine, where that can be. Collective."""
     from hotspa_megatron.runtime.calibration import calibrate
 
     device = torch.device("cpu") if cpu.needed() else torch.device("cuda", torch.cuda.current_device())
@@ -209,10 +216,19 @@ def _calibrated(path: Path, say: Say) -> str:
         measured=f"measured {date.today()} at a job's start: {_versions()}",
         notes=done.notes,
     )
-    if dist.get_rank() == 0:
-        profile_file.write(path, text)
-        say(f"measured in {done.seconds:.0f} s; kept in {path} for other jobs")
-    return str(_from_first(lambda: text))
+
+    def keep() -> str:
+        kept = f"kept in {path} for other jobs"
+        try:
+            if path is None:
+                raise ValueError("this user has no home folder")
+            profile_file.write(path, text)
+        except ValueError as error:
+            kept = f"not kept for other jobs ({error}); {profile_file.CACHE_VARIABLE} names another folder"
+        say(f"measured in {done.seconds:.0f} s; {kept}")
+        return text
+
+    return str(_from_first(keep))
 
 
 def _device_name() -> str:
@@ -256,6 +272,6 @@ def _from_first(make: Callable[[], Any]) -> Any:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None

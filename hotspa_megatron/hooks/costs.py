@@ -5,6 +5,7 @@ Planning stays a pure function of what is decided here. ``hardware_here`` is the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,16 @@ from hotspa_megatron.planning.topology import Topology
 
 def hardware_here() -> tuple[Hardware, str]:
     """A profile that was made of this cluster, else the description of this rank's device; and how it was found."""
-    profile = cached_profile()
-    if profile.exists():
-        return load_hardware(profile), f"the profile {profile}"
+    profile, problem = cached_profile(), ""
+    # Not Path.exists, which raises where a folder may not be entered.
+    if profile is not None and os.path.exists(profile):
+        try:
+            return load_hardware(profile), f"the profile {profile}"
+        except ValueError as error:
+            problem = f", as the profile of this cluster cannot be used ({error})"
     device = None if cpu.needed() else torch.cuda.get_device_name()
     name = described_device(device)
-    return load_hardware(name), f"the description {name} of {device or 'ranks on CPU'}"
+    return load_hardware(name), f"the description {name} of {device or 'ranks on CPU'}{problem}"
 
 
 def decide_costs(

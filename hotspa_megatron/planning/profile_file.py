@@ -50,10 +50,16 @@ def write(path: Path, text: str) -> None:
         raise ValueError(f"{path}: {error.strerror}") from None
 
 
-def cached_path(*, device: str, ranks_per_node: int, world_size: int, versions: str) -> Path:
-    """Where a job's own profile of such a cluster is kept: elsewhere than one that lacks a number that is asked for today."""
+def cached_path(*, device: str, ranks_per_node: int, world_size: int, versions: str) -> Path | None:
+    """Where a job's own profile of such a cluster is kept: elsewhere than one that lacks a number that is asked for today.
+
+    None where the user has no home folder, as in containers, and the variable says nothing.
+    """
     folder = os.environ.get(CACHE_VARIABLE)
-    base = Path(folder) if folder else Path.home() / ".cache" / "hotspa_megatron"
+    try:
+        base = Path(folder) if folder else Path.home() / ".cache" / "hotspa_megatron"
+    except RuntimeError:
+        return None
     asked = (versions, *(each.name for each in fields(Hardware)))
     key = hashlib.sha256("\n".join(asked).encode()).hexdigest()[:8]
     name = re.sub(r"[^A-Za-z0-9]+", "-", device).strip("-").lower()
