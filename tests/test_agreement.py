@@ -16,7 +16,7 @@ from hotspa_megatron.hooks.agreement import VARIABLES, compare, difference
 from hotspa_megatron.hooks.patching import Patches
 from tests.spawn import run_ranks
 from tests.test_profile import shorten
-from tests.training import Job, arguments, corpus, flag, skewed_lengths, train
+from tests.training import Job, arguments, corpus, flag, skewed_lengths, train, workspace
 
 GIVEN = {"--seed": "1234", "data file 1 (.idx)": "10 bytes", "the version of torch": "2.13.0"}
 
@@ -130,6 +130,13 @@ def _another_algorithm(args: Any) -> None:
     os.environ["NCCL_ALGO"] = "Ring"
 
 
+def _another_checkpoint(args: Any) -> None:
+    """Such a rank would load, and wait for others that begin anew."""
+    args.load = str(workspace() / "elsewhere")
+    os.makedirs(Path(args.load) / "iter_0000005" / "mp_rank_00", exist_ok=True)
+    (Path(args.load) / "latest_checkpointed_iteration.txt").write_text("5")
+
+
 def _other_documents(documents: Path, args: Any) -> None:
     args.data_path = [str(documents)]
 
@@ -153,6 +160,10 @@ DIFFERENCES: dict[str, tuple[Callable[[], Change], str]] = {
     "seed": (lambda: _another_seed, "--seed is '7' on rank 1, '1234' on rank 0"),
     "async save": (lambda: _an_asynchronous_save, "--async-save is 'True' on rank 1, '"),
     "save": (lambda: _nothing_to_save_to, "--save is 'None' on rank 1, '(a path)' on rank 0"),
+    "checkpoint": (
+        lambda: _another_checkpoint,
+        "the checkpoint behind --load is 'that of iteration 5' on rank 1, 'none (No such file or directory)' on rank 0",
+    ),
     "version": (lambda: _another_version, "the version of torch is '1.0' on rank 1, '"),
     "environment": (lambda: _another_algorithm, "the variable NCCL_ALGO is 'Ring' on rank 1, 'not set' on rank 0"),
     "data": (
@@ -195,7 +206,8 @@ def test_ranks_that_plan_for_themselves_are_compared_before_they_plan(
 )
 def test_a_job_whose_ranks_differ_ends_with_one_line_each(what: str, tmp_path: Path) -> None:
     make, message = DIFFERENCES[what]
-    line = arguments("--save", str(tmp_path), "--save-interval", "100", tp=2, iterations=1)
+    save = ("--save", str(tmp_path), "--save-interval", "100", "--load", str(tmp_path))
+    line = arguments(*save, tp=2, iterations=1)
     with pytest.raises(AssertionError) as caught:
         # Rank 0 speaks first, the others when no launcher has ended them.
         train(Job(line, CONFIG, ranks=2, before=functools.partial(_given_to_rank_1, make())), grace=20)

@@ -443,6 +443,56 @@ def test_a_damaged_checkpoint_is_named_before_anything_is_started(tmp_path: Path
     assert line.startswith(f"--load: {folder} cannot be read (") and line.endswith("with --ckpt-step")
 
 
+def test_a_checkpoint_that_is_gone_or_half_written_is_named_with_the_latest_whole_one(tmp_path: Path) -> None:
+    def refused() -> str:
+        return refusal(Job(arguments(SHARDED, "--load", str(tmp_path)), GUEST, ranks=2, before=_no_process_group))
+
+    tracker, folder = tmp_path / "latest_checkpointed_iteration.txt", tmp_path / "iter_0000012"
+    tracker.write_text("12")
+    assert refused() == f"--load: {folder} is not there; give another --load"
+    (tmp_path / "iter_0000009").mkdir()
+    (tmp_path / "iter_0000009" / "metadata.json").write_text("{}")
+    assert refused() == f"--load: {folder} is not there; --ckpt-step 9 names the latest that is whole"
+    folder.mkdir()
+    for name in ("common.pt", ".metadata"):
+        (folder / name).write_text("")
+    aside = tmp_path / "iter_0000012.replaced"
+    aside.mkdir()
+    line = f"--load: {folder} is not whole: its save was interrupted; --ckpt-step 9 names the latest that is whole"
+    assert refused() == f"{line}; the one that it was to replace is kept in {aside}"
+
+
+@pytest.mark.parametrize("name", ["metadata.json", ".metadata", "mp_rank_00_000"])
+def test_every_format_of_megatrons_is_left_to_megatron(tmp_path: Path, name: str) -> None:
+    folder, tracker = tmp_path / "iter_0000001", tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("1")
+    folder.mkdir()
+    with pytest.raises(ValueError, match="is not there"):
+        checkpoint._check_whole(folder, tracker, of_torch=True)
+    (folder / name).write_text("")
+    checkpoint._check_whole(folder, tracker, of_torch=True)
+    if name == ".metadata":  # which torch_dist has, too, before its save is finished
+        with pytest.raises(ValueError, match="is not whole"):
+            checkpoint._check_whole(folder, tracker, of_torch=False)
+    else:
+        checkpoint._check_whole(folder, tracker, of_torch=False)
+    # Without a tracker nothing is loaded.
+    checkpoint._check_whole(tmp_path / "iter_0000002", tmp_path / "none", of_torch=False)
+
+
+def test_a_tracker_that_was_cut_is_seen(tmp_path: Path) -> None:
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    for number in (1, 12):
+        folder = tmp_path / f"iter_{number:07}"
+        folder.mkdir()
+        (folder / "metadata.json").write_text("{}")
+    tracker.write_text("1")
+    line = checkpoint._surprise_of(tracker)
+    assert line is not None and "names iteration 1, and there are whole checkpoints up to that of iteration 12" in line
+    tracker.write_text("12")
+    assert checkpoint._surprise_of(tracker) is None
+
+
 def test_an_empty_tracker_stands_for_the_checkpoint_that_was_finished_last(tmp_path: Path) -> None:
     """As a rank leaves it that is killed while it writes it; Megatron ends with exit code 0, as if the job were done."""
     unbroken("sharded")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from hotspa_megatron.hooks.patching import Patches
+from tests.test_data_faults import refusal
 from tests.test_merging import AUTO
 from tests.training import (
     GUEST_AND_SIBLING,
@@ -176,6 +177,38 @@ def test_half_a_save_and_half_a_step_count_for_nothing(tmp_path: Path, end: Call
     assert resumed.iterations == unbroken.iterations[2:]
     assert resumed.steps == unbroken.steps[2:]
     assert resumed.parameters == unbroken.parameters
+
+
+def _die_before_it_is_finished() -> None:
+    """With all shards written."""
+    from megatron.core.dist_checkpointing import serialization
+
+    Patches().set(serialization, "save_config", _die)
+
+
+def test_a_save_over_an_earlier_one_keeps_that_until_it_is_finished(tmp_path: Path) -> None:
+    """Who goes back to an earlier checkpoint meets the later ones again; the tracker still names the last of those."""
+    home, both = Home(1, 1, 1, ()), STATIC
+    save = ("--save", str(tmp_path), "--save-interval", "2")
+    back = (*save, "--load", str(tmp_path), "--ckpt-step", "2", "--override-opt-param-scheduler")
+    whole = train(Job(line(home, *save, iterations=4), both, ranks=1))
+    later, aside = tmp_path / "iter_0000004", tmp_path / "iter_0000004.replaced"
+    before = {path.name: path.read_bytes() for path in later.iterdir()}
+    with pytest.raises(AssertionError, match="exit code -9"):
+        train(Job(line(home, *back, iterations=4), both, ranks=1, before=_die_before_it_is_finished))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+    assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
+    told = refusal(Job(line(home, "--load", str(tmp_path), iterations=4), both, ranks=1))
+    assert (
+        "is not whole: its save was interrupted; --ckpt-step 2 names the latest" in told and f"kept in {aside}" in told
+    )
+    again = train(Job(line(home, *back, iterations=4), both, ranks=1))
+    assert again.iterations == whole.iterations[2:] and again.parameters == whole.parameters
+    assert (later / "metadata.json").is_file()
+    deadline = time.monotonic() + 30
+    while aside.exists():  # removed beside the training
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 DIES_WHILE_IT_WRITES = """

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 import hotspa_megatron
 from hotspa_megatron.config import ResolvedConfig
-from hotspa_megatron.hooks import auto, compat, cpu
+from hotspa_megatron.hooks import auto, checkpoint, compat, cpu
 from hotspa_megatron.hooks.flags import FLAG
 from hotspa_megatron.hooks.samples import data_files
 from hotspa_megatron.strategy import listed
@@ -88,6 +88,7 @@ def given(args: Any, resolved: ResolvedConfig | None) -> dict[str, str]:
     }
     files = {f"data file {number} ({path.suffix or path.name})": _known_by(path)
              for number, path in enumerate(data_files(args), 1)}  # fmt: skip
+    files["the checkpoint behind --load"] = checkpoint.seen(args)
     versions = {
         "the code of hotspa_megatron": _code(),
         "the version of megatron-core": compat.version(),

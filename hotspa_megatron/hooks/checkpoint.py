@@ -11,6 +11,8 @@ import contextlib
 import logging
 import os
 import re
+import shutil
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +33,11 @@ _SAMPLES: Final[dict[SampleKind, str]] = {
     "documents": "documents", "conversations": "conversations", "megatron": "samples of Megatron's own",
 }  # fmt: skip
 
+_FINISHED: Final = "metadata.json"
+"""The last file of a checkpoint that is written."""
+_OF_TORCH: Final = ("torch_dcp", "fsdp_dtensor")
+_REPLACED: Final = ".replaced"
+"""How the name of a checkpoint ends that another one is about to replace."""
 _RESHARDABLE: Final = "--dist-ckpt-optim-fully-reshardable"
 
 
@@ -120,15 +127,12 @@ def _saved(args: Any, say: Callable[[str], None]) -> _Saved | None:
     tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
     if not getattr(args, "ckpt_step", None):  # which counts, whatever the tracker says
         _check_tracker(tracker)
-    number = last_finished(tracker)
-    if number is not None and not getattr(args, "ckpt_step", None):
-        say(
-            f"{tracker} is empty, as a job leaves it that is killed while it writes it: the last checkpoint that was finished "
-            f"counts, that of iteration {number}"
-        )
+        if line := _surprise_of(tracker):
+            say(line)
+    folder = checkpointing.get_load_checkpoint_path_by_args(args)
+    _check_whole(Path(folder), tracker, of_torch=args.ckpt_format in _OF_TORCH)
     if args.finetune:
         return None
-    folder = checkpointing.get_load_checkpoint_path_by_args(args)
     try:
         if not dist_checkpointing.check_is_distributed_checkpoint(folder):
             return None
@@ -146,13 +150,29 @@ def _saved(args: Any, say: Callable[[str], None]) -> _Saved | None:
     return _Saved(common["args"], metadata.get("distrib_optim_sharding_type"))
 
 
+def seen(args: Any) -> str:
+    """What this rank sees behind --load: ranks that see different things would load different ones, or wait for each other."""
+    if args.load is None or args.non_persistent_ckpt_type is not None:
+        return "none"
+    from megatron.training import checkpointing
+
+    tracker = Path(checkpointing.get_checkpoint_tracker_filename(args.load))
+    step = getattr(args, "ckpt_step", None)
+    try:
+        named = tracker.read_text(errors="replace").strip() or last_finished(tracker)
+    except OSError as error:
+        return f"none ({error.strerror})"
+    return f"that of iteration {step or named}"
+
+
 def _check_room(folder: Path) -> None:
     """ValueError for a --save that cannot be written, which Megatron finds at its first save."""
     there = folder
-    while not there.exists() and there != there.parent:
+    # Not Path.exists, which raises where a folder may not be entered.
+    while not os.path.exists(there) and there != there.parent:
         there = there.parent
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "is no folder" if not there.is_dir() else "cannot be written"
+    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
+        why = "is no folder" if not os.path.isdir(there) else "cannot be written"
         raise ValueError(f"--save: {folder}: {there} {why}; name a folder that this job may write to")
 
 
@@ -169,6 +189,67 @@ def _check_tracker(tracker: Path) -> None:
     if whole:
         fix = f"the latest whole checkpoint is that of iteration {max(whole)}: write {max(whole)} into it"
     raise ValueError(f"--load: {tracker} should name an iteration, and holds {shown(text)}; {fix}")
+
+
+def _surprise_of(tracker: Path) -> str | None:
+    """A line where the checkpoint that the tracker stands for is not what its user may expect."""
+    number = last_finished(tracker)
+    if number is not None:
+        return (
+            f"{tracker} is empty, as a job leaves it that is killed while it writes it: the last checkpoint that was finished "
+            f"counts, that of iteration {number}"
+        )
+    try:
+        text, last = tracker.read_text(errors="replace").strip(), max(_finished(tracker.parent), default=0)
+    except OSError:
+        return None
+    if not text.isdigit() or int(text) >= last:
+        return None
+    later = f"there are whole checkpoints up to that of iteration {last}, which --ckpt-step {last} would name"
+    return f"{tracker} names iteration {int(text)}, and {later}"
+
+
+def _check_whole(folder: Path, tracker: Path, *, of_torch: bool) -> None:
+    """ValueError where the named checkpoint is gone, or its save was interrupted; Megatron finds that many groups later.
+
+    ``of_torch``: whether this job's checkpoints are torch's own, which end otherwise.
+    """
+    try:
+        if not os.path.isfile(tracker):  # nothing is loaded
+            return
+        names = {entry.name for entry in os.scandir(folder)}
+    except FileNotFoundError:
+        names = set()
+    except OSError:  # Megatron says why it cannot be read
+        return
+    # The oldest format has a folder per rank.
+    if _FINISHED in names or (of_torch and names) or any(name.startswith("mp_rank_0") for name in names):
+        return
+    whole, aside = max(_finished(tracker.parent), default=None), folder.with_name(f"{folder.name}{_REPLACED}")
+    problem = "is not whole: its save was interrupted" if names else "is not there"
+    fix = "give another --load" if whole is None else f"--ckpt-step {whole} names the latest that is whole"
+    kept = f"; the one that it was to replace is kept in {aside}" if os.path.isdir(aside) else ""
+    raise ValueError(f"--load: {folder} {problem}; {fix}{kept}")
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Before a save into ``folder``: rename a whole checkpoint there; the path of one that is kept aside, if there is any.
+
+    Megatron writes over it file by file: a save that is interrupted would leave a mix, which still counts as whole.
+    """
+    aside = folder.with_name(f"{folder.name}{_REPLACED}")
+    if os.path.isfile(folder / _FINISHED):
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+    return aside if os.path.isdir(aside) else None
+
+
+def drop_replaced(aside: Path) -> bool:
+    """Remove what was set aside, beside the training, once the checkpoint in its place is whole. Whether it is."""
+    if not os.path.isfile(aside.with_name(aside.name.removesuffix(_REPLACED)) / _FINISHED):
+        return False
+    threading.Thread(target=shutil.rmtree, args=(aside,), kwargs={"ignore_errors": True}, daemon=True).start()
+    return True
 
 
 def fill(tracker: Path, *, chosen: int | None) -> None:
@@ -201,7 +282,7 @@ def last_finished(tracker: Path) -> int | None:
 
 def _finished(folder: Path) -> dict[int, Path]:
     """The metadata files of whole checkpoints, by iteration."""
-    found = {path.parent.name.removeprefix("iter_"): path for path in folder.glob("iter_*/metadata.json")}
+    found = {path.parent.name.removeprefix("iter_"): path for path in folder.glob(f"iter_*/{_FINISHED}")}
     return {int(number): path for number, path in found.items() if number.isdigit()}
 
 

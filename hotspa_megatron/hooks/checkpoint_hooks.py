@@ -95,8 +95,9 @@ def move_schedule_with_the_count(original: Callable[..., Any]) -> Callable[..., 
     return load_checkpoint
 
 
-def say_why_not_saved(original: Callable[..., Any]) -> Callable[..., Any]:
-    from megatron.training import checkpointing
+def replace_only_what_is_saved(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A save that is interrupted must leave the checkpoint of before; and says why where it cannot be finished."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, *positional: Any, **options: Any) -> Any:
@@ -104,17 +105,36 @@ def say_why_not_saved(original: Callable[..., Any]) -> Callable[..., Any]:
         if session is None:
             return original(iteration, *positional, **options)
         session.progress.at("save", f"of iteration {iteration}")
+        given = signature.bind(iteration, *positional, **options).arguments
         try:
-            if dist.get_rank() == 0:
-                tracker = Path(checkpointing.get_checkpoint_tracker_filename(session.args.save))
-                checkpoint.fill(tracker, chosen=getattr(session.args, "ckpt_step", None))
+            if not given.get("non_persistent_ckpt"):
+                if dist.get_rank() == 0:
+                    _make_room(session, iteration, release=bool(given.get("release")))
+                dist.barrier()  # nobody writes before
             result = original(iteration, *positional, **options)
         except BaseException as error:  # torch's own for checkpoints is no Exception
             _refuse_unsaved(session, f"the checkpoint of iteration {iteration}", error)
+        _drop_replaced(session)
         session.progress.at("after the save")
         return result
 
     return save_checkpoint
+
+
+def _make_room(session: Session, iteration: int, *, release: bool) -> None:
+    from megatron.training import checkpointing
+
+    args = session.args
+    checkpoint.fill(
+        Path(checkpointing.get_checkpoint_tracker_filename(args.save)), chosen=getattr(args, "ckpt_step", None)
+    )
+    folder = checkpointing.get_checkpoint_name(args.save, iteration, release, return_base_dir=True)
+    if aside := checkpoint.set_aside(Path(folder)):
+        session.replaced.add(aside)
+
+
+def _drop_replaced(session: Session) -> None:
+    session.replaced = {aside for aside in session.replaced if not checkpoint.drop_replaced(aside)}
 
 
 def say_why_not_finished(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -124,11 +144,14 @@ def say_why_not_finished(original: Callable[..., Any]) -> Callable[..., Any]:
     def maybe_finalize_async_save(*positional: Any, **options: Any) -> Any:
         session = current_session()
         try:
-            return original(*positional, **options)
+            result = original(*positional, **options)
         except BaseException as error:
             if session is None:
                 raise
             _refuse_unsaved(session, "a checkpoint that was being written meanwhile", error)
+        if session is not None:
+            _drop_replaced(session)
+        return result
 
     return maybe_finalize_async_save
 

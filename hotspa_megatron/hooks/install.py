@@ -56,7 +56,7 @@ def install() -> None:
     # Where a rank is, for the watchdog, and what is said when it does not get on.
     patches.wrap(schedules, "forward_step", functools.partial(training.noting, "forward"))
     patches.wrap(schedules, "backward_step", functools.partial(training.noting, "backward"))
-    patches.wrap(megatrons, "save_checkpoint", checkpoint_hooks.say_why_not_saved)
+    patches.wrap(megatrons, "save_checkpoint", checkpoint_hooks.replace_only_what_is_saved)
     patches.wrap(megatrons, "maybe_finalize_async_save", checkpoint_hooks.say_why_not_finished)
     patches.wrap(megatrons, "load_checkpoint", checkpoint_hooks.say_why_not_loaded)
 

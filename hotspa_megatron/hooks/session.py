@@ -60,6 +60,8 @@ class Session:
         self.loader: StepLoader | None = None
         self.first_sample: int | None = None
         """Where the count of samples was taken up, if the checkpoint counted another kind."""
+        self.replaced: set[Path] = set()
+        """Checkpoints that a save under way replaces, on rank 0."""
         self.folder = _run_folder(args, resolved.config.trace)
         self.report: StepReport | None = None
         self.trace: Trace | None = None
