@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hotspa_megatron.cli import doctor, main
 from tests.spawn import REPOSITORY
 
 
@@ -54,10 +55,20 @@ def test_a_command_that_needs_torch_says_so_and_the_others_do_without(tmp_path: 
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("place", ["_missing", "examine"], ids=["as it begins", "at work"])
+def test_ctrl_c_is_one_line_wherever_a_command_is(
+    place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(main if place == "_missing" else doctor, place, interrupted)
+    assert main.main(["doctor"]) == 130
+    assert capsys.readouterr() == ("", "hotspa: interrupted\n")
+
+
 def test_doctor_looks_at_all_that_setup_cfg_asks_for() -> None:
     import configparser
-
-    from hotspa_megatron.cli import doctor
 
     metadata = configparser.ConfigParser()
     metadata.read(REPOSITORY / "setup.cfg")

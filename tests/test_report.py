@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import random
 import re
 import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -53,6 +56,18 @@ def write_steps(folder: Path, *steps: dict[str, Any]) -> Path:
     path = folder / run_folder.STEPS
     path.write_text("".join(json.dumps(step) + "\n" for step in steps))
     return path
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Folders that others may not enter are closed to root, too, meanwhile."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(own)
 
 
 # -------------------------------------------------------------------------------------------------- names of the folder

@@ -5,8 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
+import resource
+import shutil
+import signal
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +23,8 @@ from hotspa_megatron.cli import verify
 from hotspa_megatron.cli.described_run import without
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.verify import Measured, RunFailed, Tolerance, judge, measured, read_users_command
+from tests.spawn import REPOSITORY
+from tests.test_report import as_nobody
 from tests.training import SP, arguments, torchrun, verified
 
 CONFIG = """
@@ -314,6 +323,224 @@ def test_a_command_that_does_not_train_is_a_failure_with_its_reason(
         main(["verify", "--json", "--limit", limit, "--logs", str(tmp_path / "logs"), "--", *command])
     found = json.loads(capsys.readouterr().out)
     assert not found["passed"] and found["why"].startswith(f"static: {said}")
+
+
+# ---------------------------------------------------------------------------------------- what ends it, and what it ends
+
+
+def started(body: str, config: Path) -> list[str]:
+    return [sys.executable, "-c", body, *FILE, "--hotspa-config", str(config)]
+
+
+def launcher_with_a_rank(pids: Path, *, deaf: bool) -> str:
+    """A program that starts another in a session of its own, as torchrun its ranks, and never ends it."""
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if deaf else ""
+    rank = (
+        f"{ignore}import pathlib, os, time; pathlib.Path({str(pids)!r}).write_text(str(os.getpid())); time.sleep(600)"
+    )
+    return (
+        f"{ignore}import subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True); time.sleep(600)"
+    )
+
+
+def written(pids: Path) -> int:
+    """The number of the rank's process, once it is there."""
+    until = time.monotonic() + 60
+    while not (pids.exists() and (text := pids.read_text())):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return int(text)
+
+
+def runs_still(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_a_command_that_does_not_end_is_ended_within_the_limit_and_its_ranks_with_it(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = time.monotonic()
+    command = started(launcher_with_a_rank(tmp_path / "pid", deaf=True), config)
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", "--json", "--limit", "6", "--logs", str(tmp_path / "logs"), "--", *command])
+    assert time.monotonic() - began < 7
+    assert "when the time was over (--limit)" in json.loads(capsys.readouterr().out)["why"]
+    assert not runs_still(written(tmp_path / "pid"))
+
+
+def test_of_a_long_limit_torchruns_own_grace_is_kept(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, float] = {}
+
+    def run(*_: Any, deadline: float, grace_s: float) -> str:
+        seen.update(left=deadline - time.monotonic(), grace=grace_s)
+        raise RunFailed("that will do")
+
+    monkeypatch.setattr(verify, "_run", run)
+    with pytest.raises(SystemExit):
+        main(["verify", "--logs", str(tmp_path / "logs"), "--", *started("pass", config)])
+    assert seen["grace"] == 40 and 559 < seen["left"] <= 560
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGTERM, 143, "hotspa: ended by SIGTERM, and the command with it"),
+        (signal.SIGHUP, 129, "hotspa: ended by SIGHUP, and the command with it"),
+        (signal.SIGINT, 130, "hotspa: interrupted"),
+    ],
+    ids=["timeout", "hangup", "Ctrl-C"],
+)
+def test_what_ends_verify_ends_what_it_has_started(
+    number: signal.Signals, code: int, said: str, config: Path, tmp_path: Path
+) -> None:
+    command = started(launcher_with_a_rank(tmp_path / "pid", deaf=False), config)
+    verifying = in_a_process(tmp_path / "logs", *command)
+    rank = written(tmp_path / "pid")
+    assert runs_still(rank)
+    verifying.send_signal(number)
+    if number == signal.SIGTERM:  # timeout's comes twice: to its child and to their group
+        verifying.send_signal(number)
+    output, errors = verifying.communicate(timeout=60)
+    stock, static, *last = errors.splitlines()
+    assert stock.startswith("  stock") and static == "  static: 5 steps ..."
+    assert (verifying.returncode, output, last) == (code, "", [said])
+    assert not runs_still(rank)
+
+
+def in_a_process(logs: Path, *command: str, ignored: Sequence[signal.Signals] = ()) -> subprocess.Popen[str]:
+    """``hotspa verify``, under a launcher that has these signals ignored, as nohup has SIGHUP."""
+    code = (
+        f"import signal, sys; [signal.signal(each, signal.SIG_IGN) for each in {[int(each) for each in ignored]}]; "
+        "from hotspa_megatron.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "verify", "--logs", str(logs), "--", *command],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+
+
+def test_under_nohup_a_hangup_ends_nothing(config: Path, tmp_path: Path) -> None:
+    body = f"import pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text('1'); time.sleep(2)"
+    verifying = in_a_process(tmp_path / "logs", *started(body, config), ignored=[signal.SIGHUP])
+    written(tmp_path / "pid")
+    verifying.send_signal(signal.SIGHUP)
+    output, _ = verifying.communicate(timeout=60)
+    assert verifying.returncode == 1 and "no rank wrote to" in output
+
+
+def test_ctrl_c_twice_waits_for_nothing(config: Path, tmp_path: Path) -> None:
+    verifying = in_a_process(tmp_path / "logs", *started(launcher_with_a_rank(tmp_path / "pid", deaf=True), config))
+    rank = written(tmp_path / "pid")
+    began = time.monotonic()
+    for _ in range(2):
+        verifying.send_signal(signal.SIGINT)
+        time.sleep(1)
+    _, errors = verifying.communicate(timeout=60)
+    assert verifying.returncode == 130 and errors.endswith("hotspa: interrupted\n")
+    assert time.monotonic() - began < 20 and not runs_still(rank)
+
+
+# ------------------------------------------------------------------------------------------------------ what it cannot do
+
+
+def cannot(capsys: pytest.CaptureFixture[str], logs: Path, command: Sequence[str], *more: str) -> str:
+    """The one line with which verify refuses, but for the lines that say what it is at."""
+    assert main(["verify", "--logs", str(logs), *more, "--", *command]) == 2
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if not line.startswith("  ")]
+    assert captured.out == "" and len(lines) == 1 and lines[0].startswith("hotspa: ")
+    return lines[0]
+
+
+def test_a_program_that_cannot_be_started_is_named_and_nothing_stays(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train"
+    script.write_text("exit 0\n")  # a shell would run it; the system does not
+    script.chmod(0o755)
+    said = cannot(capsys, tmp_path / "a" / "b", [str(script), *FILE, "--hotspa-config", str(config)])
+    assert said.startswith(f"hotspa: {script}: Exec format error; give the command as you would start it")
+    assert sorted(tmp_path.iterdir()) == [config, script]
+
+
+def test_a_full_disk_is_one_line_and_nothing_stays(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for most, begin in ((0, "the file"), (300, "what is printed")):
+        # Files of more bytes cannot be written, as on a disk that is full.
+        monkeypatch.setattr(verify, "_contents", lambda users, document: {"static": {"a": "b"}})
+        command = [sys.executable, "-c", "pass", *FILE, "--lr-decay-style", "x" * 300, "--hotspa-config", str(config)]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+        try:
+            said = cannot(capsys, tmp_path / "logs", command)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert (
+            said == f"hotspa: {tmp_path / 'logs'}: File too large; make room there, or give another folder (--logs)"
+        ), begin
+        assert list(tmp_path.iterdir()) == [config]
+
+
+def test_folders_that_are_closed_are_one_line(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["python3", *FILE, "--hotspa-config", str(config)]
+    known = verify.load_config(config)
+    monkeypatch.setattr(verify, "load_config", lambda path: known)
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o700)
+    with as_nobody():
+        said = cannot(capsys, closed / "logs", command)
+        assert said == f"hotspa: --logs: {closed / 'logs'}: Permission denied; give a folder that can be written to"
+        said = cannot(capsys, closed / "logs", [*command, "--load", str(closed)])
+    tracker = closed / "latest_checkpointed_iteration.txt"
+    assert said == f"hotspa: --load: {tracker}: Permission denied; give a checkpoint that can be read"
+    said = cannot(capsys, tmp_path / ("x" * 300), command)
+    assert said.endswith("File name too long; give a folder that can be written to")
+
+
+def test_an_old_folder_that_cannot_be_removed_is_one_line(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", "static.out")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "static.yaml").touch()
+    said = cannot(capsys, tmp_path / "logs", started("pass", config), "--force")
+    assert said.startswith("hotspa: --logs: static.out: Permission denied; give")
+
+
+@pytest.mark.parametrize("text", ["\xff\xfe", "9" * 5000, "²", "release"])
+def test_a_tracker_of_no_number_begins_at_0(text: str, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(text.encode("latin-1"))
+    line = read_users_command(["python3", *FILE, "--load", str(tmp_path), f"--hotspa-config={config}"]).run(
+        None, steps=5
+    )
+    assert line[line.index("--exit-interval") + 1] == "5"
+
+
+@pytest.mark.parametrize("broken", ['{"iteration": 1, "los', "\udcff"], ids=["a full disk's", "no text"])
+def test_what_a_rank_could_not_write_to_its_end_is_a_failure_that_names_the_file(
+    broken: str, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = (
+        "import os, pathlib; "
+        f"(pathlib.Path(os.environ['HOTSPA_RANK_LOG']) / 'rank-00000.jsonl').write_bytes({os.fsencode(broken)!r})"
+    )
+    with pytest.raises(SystemExit, match="1"):
+        main(["verify", "--json", "--logs", str(tmp_path / "logs"), "--", *started(body, config)])
+    why = json.loads(capsys.readouterr().out)["why"]
+    assert why == f"static: {tmp_path}/logs/static/rank-00000.jsonl: not written to its end; is there room for it?"
 
 
 def test_the_flag_is_the_hooks_own() -> None:

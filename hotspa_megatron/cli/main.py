@@ -14,6 +14,8 @@ _NEEDED: Final = (("numpy", "numpy"), ("PyYAML", "yaml"), ("rich", "rich.console
 _SOMETIMES: Final = ("torch", "megatron")
 """What some subcommands import when they run."""
 _LONGEST_MESSAGE: Final = 1200
+_INTERRUPTED: Final = 130
+"""As shells have it for Ctrl-C."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,13 +50,20 @@ def _missing() -> str | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; returns the exit code."""
+    try:
+        return _main(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        print("hotspa: interrupted", file=sys.stderr)
+        return _INTERRUPTED
+
+
+def _main(given: Sequence[str]) -> int:
     if (problem := _missing()) is not None:
         print(f"hotspa: {problem}", file=sys.stderr)
         return 2
     # Not before: they import what was looked for.
     from hotspa_megatron.cli import bench, data, doctor, explain, plan, profile, report, simulate, verify
 
-    given = list(sys.argv[1:] if argv is None else argv)
     # What follows the first "--" is another program's command line, which argparse must not look into.
     split = given.index("--") if "--" in given else len(given)
     own, megatron = given[:split], given[split + 1 :]

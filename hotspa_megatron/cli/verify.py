@@ -7,6 +7,7 @@ their steps is read back from files; nothing of Megatron is imported here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -18,9 +19,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -64,9 +66,12 @@ _GROUPS: Final = re.compile(
     r"hotspa: ([\d,]+) process groups of several ranks, ([\d,]+) of them beside home's.*?about ([\d,]+) MiB"
 )
 _RAISED: Final = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
+_NO_ROOM: Final = "make room there, or give another folder (--logs)"
 _POLL_S: Final = 0.2
 _GRACE_S: Final = 40.0
-"""Longer than torchrun gives its ranks."""
+"""For a run that is ended: longer than torchrun gives its ranks. Of a short --limit it is half."""
+_DYING_S: Final = 2.0
+"""Of that, for what had to be killed: its devices are free when it is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +142,10 @@ class RunFailed(Exception):
     """A run of the user's command did not get through its steps; the message is for the user."""
 
 
+class NotStarted(Exception):
+    """A run could not be begun, and nothing of it ran; the message is for the user."""
+
+
 def add_command(commands: _SubParsersAction[Any]) -> None:
     """Add ``verify`` to the ``hotspa`` command."""
     parser = commands.add_parser(
@@ -148,7 +157,9 @@ def add_command(commands: _SubParsersAction[Any]) -> None:
         usage="hotspa verify [--steps N] [--json] -- COMMAND ... --hotspa-config FILE",
     )
     parser.add_argument("--steps", default="5", metavar="N", help="steps of each run (5)")
-    parser.add_argument("--limit", default="600", metavar="SECONDS", help="time that all runs may take (600)")
+    parser.add_argument(
+        "--limit", default="600", metavar="SECONDS", help="time that all runs and their ending may take (600)"
+    )
     parser.add_argument("--logs", default="hotspa-verify", metavar="DIR",
                         help="new folder for what runs print and note, seen by all nodes (hotspa-verify)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace DIR")
@@ -160,24 +171,24 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
     """Run, compare and print; SystemExit with 1 for FAIL. ``ValueError`` for bad input, with nothing written or run."""
     steps, limit = whole("--steps", arguments.steps), whole("--limit", arguments.limit)
     users = read_users_command(command)
-    logs = Path(arguments.logs).resolve()
-    if logs.exists():
-        if not arguments.force or not (logs / "static.yaml").exists():
-            raise ValueError(f"--logs: {logs} is there already; give another name, or --force for one of verify's own")
-        shutil.rmtree(logs)
-    try:
-        logs.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"--logs: {logs}: {error.strerror}") from None
+    grace_s = min(_GRACE_S, limit / 2)
+    deadline = time.monotonic() + limit - grace_s
+    logs, made = _new_folder(arguments.logs, replace=arguments.force)
     runs: dict[str, Measured] = {}
     problem = None
-    deadline = time.monotonic() + limit
-    try:
-        for name, config in _configurations(users, logs).items():
-            print(f"  {name}: {steps} steps ...", file=sys.stderr, flush=True)
-            runs[name] = _measure(name, users.run(config, steps=steps), logs, steps=steps, deadline=deadline)
-    except RunFailed as error:
-        problem = str(error)
+    with _Signals() as signals:
+        try:
+            for name, config in _configurations(users, logs).items():
+                print(f"  {name}: {steps} steps ...", file=sys.stderr, flush=True)
+                said = _run(name, users.run(config, steps=steps), logs, signals, deadline=deadline, grace_s=grace_s)
+                runs[name] = _measured(name, said, logs, steps=steps)
+        except RunFailed as error:
+            problem = str(error)
+        except NotStarted as error:
+            if not runs:
+                _remove(made)
+                raise ValueError(str(error)) from None
+            problem = str(error)
     verdict = judge(runs, users.tolerance) if problem is None else Verdict(passed=False, why=problem)
     if arguments.json:
         print(json.dumps(_described(runs, verdict, logs), indent=2))
@@ -185,6 +196,35 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
         _print(runs, verdict, logs)
     if not verdict.passed:
         raise SystemExit(1)
+
+
+def _new_folder(given: str, *, replace: bool) -> tuple[Path, list[Path]]:
+    """The folder for what runs print, and what was made for it, inner ones first; ``ValueError`` where there is none to have."""
+    logs = Path(os.path.realpath(given))
+    try:
+        if logs.exists():
+            if not replace or not (logs / "static.yaml").exists():
+                raise ValueError(
+                    f"--logs: {logs} is there already; give another name, or --force for one of verify's own"
+                )
+            shutil.rmtree(logs)
+        made = [folder for folder in (logs, *logs.parents) if not folder.exists()]
+        logs.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"--logs: {_said_of(error, logs)}; give a folder that can be written to") from None
+    return logs, made
+
+
+def _remove(made: Sequence[Path]) -> None:
+    shutil.rmtree(made[0], ignore_errors=True)
+    with contextlib.suppress(OSError):  # somebody else has put something there meanwhile
+        for folder in made[1:]:
+            folder.rmdir()
+
+
+def _said_of(error: OSError, place: Path) -> str:
+    """Where something went wrong, and what."""
+    return f"{error.filename or place}: {error.strerror or error}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -252,31 +292,27 @@ def _iterations_behind(command: Sequence[str]) -> int:
         return 0
     if chosen := whole_of(command, "--ckpt-step"):
         return chosen
-    if not tracker.is_file():
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
         return 0
-    text = tracker.read_text().strip()
-    return int(text) if text.isdigit() else last_finished(tracker) or 0  # "release" begins at 0
+    except OSError as error:
+        raise ValueError(f"--load: {_said_of(error, tracker)}; give a checkpoint that can be read") from None
+    # "release" begins at 0.
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else last_finished(tracker) or 0
 
 
 def _configurations(users: UsersCommand, logs: Path) -> dict[str, Path | None]:
-    """What is run, in order: the file by the run's name, None for stock Megatron."""
-    document = yaml.safe_load(users.config.path.read_text(encoding="utf-8"))
-    document.pop("trace", None)
-    # Home's own sizes for the shorter sequences, as a group of their own: only the order of sums differs from the static run.
-    order: dict[str, Any] = {"max_length": users.config.strategies[0].max_length}
-    order |= {axis: getattr(users.home, axis) for axis in ("tp", "cp", "pp", "vpp")}
-    if users.config.home_tokens_per_microbatch is not None:
-        order["tokens_per_microbatch"] = users.config.home_tokens_per_microbatch
-    texts = {
-        "static": {**document, "strategies": []},
-        "other order": {**document, "strategies": [order], "merge": "never"},
-        "config": document,
-    }
+    """What is run, in order: the file by the run's name, None for stock Megatron. ``NotStarted`` without room for them."""
     made: dict[str, Path | None] = {}
-    for name, content in texts.items():
-        path = logs / f"{name.replace(' ', '-')}.yaml"
-        path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-        made[name] = path
+    try:
+        document = yaml.safe_load(users.config.path.read_text(encoding="utf-8"))
+        for name, content in _contents(users, document).items():
+            path = logs / f"{name.replace(' ', '-')}.yaml"
+            path.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+            made[name] = path
+    except OSError as error:
+        raise NotStarted(f"{_said_of(error, logs)}; {_NO_ROOM}") from None
     if users.without_stock:
         print(f"  stock Megatron is not run: {users.without_stock}", file=sys.stderr)
     else:
@@ -284,31 +320,116 @@ def _configurations(users: UsersCommand, logs: Path) -> dict[str, Path | None]:
     return made
 
 
+def _contents(users: UsersCommand, document: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The file of each run, from the user's own."""
+    document.pop("trace", None)
+    # Home's own sizes for the shorter sequences, as a group of their own: only the order of sums differs from the static run.
+    order: dict[str, Any] = {"max_length": users.config.strategies[0].max_length}
+    order |= {axis: getattr(users.home, axis) for axis in ("tp", "cp", "pp", "vpp")}
+    if users.config.home_tokens_per_microbatch is not None:
+        order["tokens_per_microbatch"] = users.config.home_tokens_per_microbatch
+    return {
+        "static": {**document, "strategies": []},
+        "other order": {**document, "strategies": [order], "merge": "never"},
+        "config": document,
+    }
+
+
 # -------------------------------------------------------------------------------------------------------------- the runs
 
 
-def _measure(name: str, command: Sequence[str], logs: Path, *, steps: int, deadline: float) -> Measured:
-    """Run the command and read what its ranks noted; ``RunFailed`` where it did not get through."""
+class _Signals:
+    """Notes the signals that would end this process, for as long as it has a command running, and raises when asked.
+
+    A command has a session of its own: it would go on without us, and keep its devices.
+    """
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self.answer()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.seen.append(number)
+
+    def answer(self) -> None:
+        """End this process as the first of them would have, where there was one."""
+        if self.seen:
+            number, self.seen = self.seen[0], []
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            print(f"hotspa: ended by {signal.Signals(number).name}, and the command with it", file=sys.stderr)
+            raise SystemExit(128 + number)
+
+    @property
+    def impatient(self) -> bool:
+        """Whether Ctrl-C was pressed again. Other signals come twice by themselves: ``timeout`` sends its own so."""
+        return self.seen.count(signal.SIGINT) > 1
+
+
+def _files(name: str, logs: Path) -> tuple[Path, Path, Path]:
+    """Of a run: the folder of what its ranks note, what it prints, and its steps."""
+    key = name.replace(" ", "-")
+    return logs / key, logs / f"{key}.out", logs / f"{key}.jsonl"
+
+
+def _run(name: str, command: Sequence[str], logs: Path, signals: _Signals, *, deadline: float, grace_s: float) -> str:
+    """Run the command to its end; what it printed. ``NotStarted``; ``RunFailed`` where it did not get through."""
     from hotspa_megatron.hooks.session import STEP_LOG_VARIABLE
 
-    key = name.replace(" ", "-")
-    folder, output, step_log = logs / key, logs / f"{key}.out", logs / f"{key}.jsonl"
-    folder.mkdir()
+    folder, output, step_log = _files(name, logs)
     environment = {**os.environ, RANK_LOG_VARIABLE: str(folder), STEP_LOG_VARIABLE: str(step_log)}
-    code = _run(command, environment, output, deadline)
-    said = output.read_text(errors="replace")
-    if code is None:
+    signals.answer()
+    try:
+        folder.mkdir()
+        process = _start(command, environment, output)
+    except OSError as error:
+        if error.filename == command[0]:
+            fix = "give the command as you would start it (a script without a first line as #!/bin/bash: bash SCRIPT)"
+        else:
+            fix = _NO_ROOM
+        raise NotStarted(f"{_said_of(error, logs)}; {fix}") from None
+    try:
+        while process.poll() is None and time.monotonic() < deadline and not signals.seen:
+            time.sleep(_POLL_S)
+        in_time = process.returncode is not None
+    finally:
+        if process.poll() is None:
+            _end(process, signals, grace_s=grace_s)
+    signals.answer()
+    try:
+        said = output.read_text(errors="replace")
+    except OSError as error:
+        raise RunFailed(f"{name}: {_said_of(error, output)}; see to that folder (--logs)") from None
+    if not in_time:
         raise RunFailed(f"{name}: not through its steps when the time was over (--limit); see {output}")
-    if code:
+    if process.returncode:
         reason = why_it_ended(said)
-        raise RunFailed(f"{name}: the command ended with code {code}{': ' + reason if reason else ''}; see {output}")
-    ranks = [_lines(path) for path in sorted(folder.glob("rank-*.jsonl"))]
+        ended = f"{name}: the command ended with code {process.returncode}"
+        raise RunFailed(f"{ended}{': ' + reason if reason else ''}; see {output}")
+    return said
+
+
+def _measured(name: str, said: str, logs: Path, *, steps: int) -> Measured:
+    """What the ranks of a run noted; ``RunFailed`` where that is not there."""
+    folder, output, step_log = _files(name, logs)
+    ranks = [_lines(name, path) for path in sorted(folder.glob("rank-*.jsonl"))]
     if not ranks:
         raise RunFailed(
             f"{name}: no rank wrote to {folder}: ranks have to be started through hotspa_megatron.launch or "
             f"hotspa_megatron.install(), and see this folder (--logs) and this environment; see {output}"
         )
-    return measured(name, ranks, _lines(step_log) if step_log.exists() else [], said, steps=steps)
+    return measured(name, ranks, _lines(name, step_log) if step_log.exists() else [], said, steps=steps)
 
 
 def why_it_ended(said: str) -> str:
@@ -318,32 +439,66 @@ def why_it_ended(said: str) -> str:
     return (raised[:1] or own[-1:] or [""])[0]
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], output: Path, deadline: float) -> int | None:
-    """Exit code of a command; None where it had to be ended."""
+def _start(command: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
     with output.open("wb") as log:
         log.write(f"$ {shlex.join(command)}\n".encode())
         log.flush()
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
-        try:
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
-            return process.returncode
-        finally:
-            if process.poll() is None:
-                # The launcher ends its ranks when asked; they may be in sessions of their own.
-                process.terminate()
-                try:
-                    process.wait(_GRACE_S)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def _end(process: subprocess.Popen[bytes], signals: _Signals, *, grace_s: float) -> None:
+    """End a command with all that it has started: asked first, and killed after the grace.
+
+    Ranks are in sessions of their own, and would outlive a launcher that does not end them itself.
+    """
+    known = _living({process.pid: None})
+    over = time.monotonic() + grace_s
+    patient = over - min(_DYING_S, grace_s / 2)
+    _send(known, signal.SIGTERM)
+    while (known := _living(known)) and time.monotonic() < patient and not signals.impatient:
+        time.sleep(_POLL_S)
+    _send(known, signal.SIGKILL)
+    process.wait()
+    while (known := _living(known)) and time.monotonic() < over:
+        time.sleep(_POLL_S)
+
+
+def _send(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
+            os.kill(pid, number)
+
+
+def _living(known: Mapping[int, str | None]) -> dict[int, str | None]:
+    """Those of these processes that still run, and all that descend from them; each with when it started.
+
+    By that a number that another process has got meanwhile is told apart; None where it is not known yet.
+    """
+    parents: dict[int, int] = {}
+    began: dict[int, str] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                # After the name, which may hold anything: state and parent; the 20th is when it started.
+                stat = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()
+                if stat[0] != "Z":
+                    parents[int(name)], began[int(name)] = int(stat[1]), stat[19]
+    found = {pid for pid, start in known.items() if pid in began and start in (None, began[pid])}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {pid: began[pid] for pid in sorted(found)}
+
+
+def _lines(name: str, path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise RunFailed(f"{name}: {_said_of(error, path)}; see to that folder (--logs)") from None
+    except ValueError:
+        raise RunFailed(f"{name}: {path}: not written to its end; is there room for it?") from None
 
 
 def measured(
