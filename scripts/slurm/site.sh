@@ -69,7 +69,9 @@ if [[ $LAUNCHER == srun ]]; then
 else
     tasks=(--ntasks="$SLURM_NNODES" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE")
 fi
+# --gpu-bind=none: every task sees the node's GPUs, of which its rank takes that of its number. Options of sbatch's, such as
+# --gpus-per-task, would show it its own alone.
 # shellcheck disable=SC2034 # used where this is sourced
 start_ranks=(
-    srun --kill-on-bad-exit=1 --distribution=block "${tasks[@]}" "${SRUN_OPTIONS[@]}" bash "$HOTSPA_SLURM/task.sh"
+    srun --kill-on-bad-exit=1 --distribution=block --gpu-bind=none "${tasks[@]}" "${SRUN_OPTIONS[@]}" bash "$HOTSPA_SLURM/task.sh"
 )

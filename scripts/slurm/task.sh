@@ -9,6 +9,17 @@ getent hosts "$MASTER_ADDR" >/dev/null || {
     exit 2
 }
 
+# Megatron takes the device of its local rank, so every rank has to see all devices of its node. Slurm names those that it gives.
+if [[ ${CUDA_VISIBLE_DEVICES:-} =~ ^([0-9]|GPU-|MIG-) ]]; then
+    IFS=, read -r -a devices <<<"$CUDA_VISIBLE_DEVICES"
+    ((${#devices[@]} >= RANKS_PER_NODE)) || {
+        printf 'slurm: %s: CUDA_VISIBLE_DEVICES=%s, and the node has %d ranks, each of which has to see the devices of all: %s\n' \
+            "${SLURMD_NODENAME:-$(hostname)}" "$CUDA_VISIBLE_DEVICES" "$RANKS_PER_NODE" \
+            "give sbatch --gpus-per-node=$RANKS_PER_NODE, not --gpus-per-task or --gpu-bind; or set RANKS_PER_NODE" >&2
+        exit 2
+    }
+fi
+
 # Until Megatron listens to the signal it is ignored, not deadly.
 trap '' "$EXIT_SIGNAL"
 if [[ $LAUNCHER == srun ]]; then
@@ -22,8 +33,8 @@ torchrun=$!
 # Where Slurm signals its own tasks alone, that is this shell; the ranks are children of torchrun.
 trap 'pkill "-$EXIT_SIGNAL" -P "$torchrun" || true' "$EXIT_SIGNAL"
 trap 'kill -TERM "$torchrun" || true' TERM
-code=0
-while kill -0 "$torchrun" 2>/dev/null; do
-    if wait "$torchrun"; then code=0; else code=$?; fi
+while kill -0 "$torchrun" 2>/dev/null; do # a signal, too, ends a wait
+    wait "$torchrun" || true
 done
-exit "$code"
+# Once more: where torchrun ends while a trap runs, that wait has only told of the signal.
+wait "$torchrun"

@@ -30,7 +30,13 @@ strategies:
   - {max_length: 32, tp: 1, tokens_per_microbatch: 96}
   - {max_length: 128, tp: 2, tokens_per_microbatch: 192}
 """
-ON_CPU = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+ON_CPU = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "PYTHONUNBUFFERED": "1",
+}
 TRAINING = "scripts/slurm/pretrain_gpt_hotspa.sbatch"
 
 
@@ -165,6 +171,8 @@ if folder.exists():
     print("goes on after", tracker.read_text() if tracker.exists() else "nothing", flush=True)
     sys.exit()
 folder.mkdir()
+if "--saved-before" in sys.argv:
+    tracker.write_text("4")
 told = []
 number = getattr(signal, sys.argv[sys.argv.index("--exit-signal") + 1])
 signal.signal(number, lambda *_: told.append(1))
@@ -200,6 +208,17 @@ def test_a_job_that_never_saves_does_not_go_round_for_ever(slurm: Cluster, tmp_p
     slurm.run("scancel", "--batch", "--signal=USR1", str(job))
     slurm.wait(job, "FAILED", limit_s=60, log=output)
     assert "nothing was saved since this start, so it is not requeued" in output.read_text()
+    assert slurm.field(job, "Restarts") == "0"
+
+
+@pytest.mark.parametrize("exit_signal", ["URG", "TERM"], ids=["ranks die", "ranks save"])
+def test_cancelled_it_stays_away_whatever_it_saved(exit_signal: str, slurm: Cluster, tmp_path: Path) -> None:
+    job, output = waiting(slurm, tmp_path, "--saved-before", "--saves", EXIT_SIGNAL=exit_signal)
+    slurm.run("scancel", str(job))
+    slurm.wait(job, "CANCELLED", limit_s=60, log=output)
+    said = output.read_text()
+    assert "got TERM" in said and "it is not requeued" in said and "goes on" not in said
+    assert f"saved: {5 if exit_signal == 'TERM' else 4}\n" in said
     assert slurm.field(job, "Restarts") == "0"
 
 

@@ -57,7 +57,7 @@ def task(*python: str, **variables: str) -> subprocess.Popen[str]:
         "MASTER_ADDR": "localhost", "MASTER_PORT": "29517", "LAUNCHER": "srun", "RANKS_PER_NODE": "2",
         "PYTHON": sys.executable, "EXIT_SIGNAL": "URG", "SLURM_NNODES": "1", "SLURM_NODEID": "0",
         "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "OMP_NUM_THREADS": "1",
-        **variables,
+        "CUDA_VISIBLE_DEVICES": "", **variables,
     }  # fmt: skip
     return subprocess.Popen(
         ["bash", str(FOLDER / "task.sh"), *python], env={**os.environ, **environment},
@@ -115,6 +115,29 @@ def test_the_signal_reaches_the_ranks_and_kills_nothing_that_does_not_listen(
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in ranks] == seen
+
+
+# In the place of torchrun: ends while the task handles a signal, whose pkill comes back once it has ended.
+RACING = """#!/bin/sh
+until [ $((0x$(sed -n 's/^SigCgt:[^0-9a-f]*//p' "/proc/$PPID/status") & 0x4000)) = $((0x4000)) ]; do sleep 0.02; done
+echo $$ >"$HERE/torchrun" && kill -URG "$PPID"
+until [ -e "$HERE/heard" ]; do sleep 0.02; done
+exit 3
+"""
+PKILL = """#!/bin/sh
+touch "$HERE/heard"
+while kill -0 "$(cat "$HERE/torchrun")" 2>/dev/null; do sleep 0.02; done
+"""
+
+
+def test_a_task_whose_ranks_end_while_it_handles_a_signal_has_their_code(tmp_path: Path) -> None:
+    for name, text in (("python", RACING), ("pkill", PKILL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    variables = {"HERE": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python")}
+    process = task("x.py", LAUNCHER="torchrun", **variables)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (3, "")
 
 
 @pytest.mark.parametrize("launcher", ["srun", "torchrun"])
