@@ -7,7 +7,7 @@
 #
 # Example: scripts/apply_patches.sh ~/Megatron-LM
 # The patch is that of the release in the checkout's megatron/core/package_info.py (patches/core_vX.Y.Z). Exit code 0:
-# done, or nothing to do; 1: the script is not the one that the patch knows; 2: bad usage.
+# done, or nothing to do; 1: it cannot be done, as where the script is not the one that the patch knows; 2: bad usage.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -41,6 +41,7 @@ done
 info=$checkout/megatron/core/package_info.py
 for file in "$checkout/pretrain_gpt.py" "$info"; do
     [[ -f $file ]] || fail 2 "$file: no such file; give the folder of a Megatron-LM checkout"
+    [[ -r $file ]] || fail 1 "$file: cannot be read; make the checkout readable, or run this as its owner"
 done
 
 part() {
@@ -53,9 +54,18 @@ patch=${found[-1]}
 [[ -f $patch ]] || fail 1 "$checkout is release $release, for which there is no patch: $(cd "$root/patches" && echo core_v*)"
 tag=$(basename "$(dirname "$patch")")
 
-# Not the repository that may hold the checkout: paths are the checkout's own.
+command -v git >/dev/null || fail 1 "no git on PATH, which applies $patch: install it, or edit $checkout/pretrain_gpt.py by hand"
+
+# Not the repository that may hold the checkout: paths are the checkout's own. What git has to say goes into said.
 try() {
-    (cd "$checkout" && GIT_CEILING_DIRECTORIES=$(dirname "$PWD") git apply -p1 "$@" "$patch" 2>/dev/null)
+    said=$(cd "$checkout" && GIT_CEILING_DIRECTORIES=$(dirname "$PWD") LC_ALL=C git apply -p1 "$@" "$patch" 2>&1)
+}
+
+# Puts the patch in, or takes it out with --reverse, where a trial has said that it fits.
+change() {
+    try "$@" && return
+    said=${said##*$'\n'}
+    fail 1 "$checkout/pretrain_gpt.py: not changed, ${said#error: }; make the checkout writable, or run this as its owner"
 }
 
 applied=no
@@ -67,7 +77,7 @@ case $mode-$applied in
     check-yes) echo "$tag: applied" ;;
     check-no) echo "$tag: not applied; it can be" ;;
     apply-yes) echo "$tag: applied before" ;;
-    apply-no) try && echo "$tag: applied" ;;
-    reverse-yes) try --reverse && echo "$tag: taken out" ;;
+    apply-no) change && echo "$tag: applied" ;;
+    reverse-yes) change --reverse && echo "$tag: taken out" ;;
     reverse-no) echo "$tag: not applied" ;;
 esac

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -14,10 +16,11 @@ PATCHES = sorted(REPOSITORY.glob("patches/core_v*/pretrain_gpt.patch"))
 LINE = "import hotspa_megatron; hotspa_megatron.install()\n"
 
 
-def apply_patches(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def apply_patches(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [REPOSITORY / "scripts" / "apply_patches.sh", *arguments], capture_output=True, text=True, check=False
-    )
+        ["bash", REPOSITORY / "scripts" / "apply_patches.sh", *arguments], env={**os.environ, **variables},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
 
 
 @pytest.fixture(params=PATCHES, ids=lambda path: path.parent.name)
@@ -76,6 +79,52 @@ def test_a_release_without_a_patch_is_named(checkout: Path) -> None:
     info.write_text("MAJOR = 0\nMINOR = 3\n")
     done = apply_patches(checkout)
     assert done.returncode == 1 and "is release 0.3, for which there is no patch: core_v" in done.stderr
+
+
+def tools(folder: Path, *names: str) -> Path:
+    """A folder for PATH, of these programs."""
+    folder.mkdir()
+    for name in names:
+        found = shutil.which(name)
+        assert found is not None, name
+        (folder / name).symlink_to(found)
+    return folder
+
+
+def test_without_git_that_is_what_it_says(checkout: Path, tmp_path: Path) -> None:
+    path = tools(tmp_path / "tools", "bash", "sed", "head", "dirname", "basename")
+    done = apply_patches(checkout, PATH=str(path))
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("apply_patches: no git on PATH, which applies ")
+    assert f"install it, or edit {checkout}/pretrain_gpt.py by hand" in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+@pytest.mark.parametrize("name", ["pretrain_gpt.py", "megatron/core/package_info.py"])
+def test_a_checkout_that_cannot_be_read_is_one_line(checkout: Path, name: str) -> None:
+    (checkout / name).chmod(0)
+    done = apply_patches(checkout)
+    fix = "cannot be read; make the checkout readable, or run this as its owner"
+    assert (done.returncode, done.stderr) == (1, f"apply_patches: {checkout / name}: {fix}\n")
+
+
+def test_a_checkout_that_cannot_be_written_is_one_line(checkout: Path, tmp_path: Path) -> None:
+    """git's own words, since root may write whatever its mode, and a file system may be read-only."""
+    git = tools(tmp_path / "tools") / "git"
+    words = "error: unable to write file 'pretrain_gpt.py' mode 100644: Read-only file system"
+    real = f'case "$*" in *--check*) exec {shutil.which("git")} "$@" ;; esac'
+    git.write_text(f'#!/bin/sh\n{real}\necho "{words}" >&2\nexit 1\n')
+    git.chmod(0o755)
+    path = f"{git.parent}:{os.environ['PATH']}"
+    for mode in ("", "--reverse"):
+        if mode:
+            assert apply_patches(checkout).returncode == 0
+        done = apply_patches(checkout, *mode.split(), PATH=path)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert done.stderr == (
+            f"apply_patches: {checkout}/pretrain_gpt.py: not changed, {words.removeprefix('error: ')}; "
+            "make the checkout writable, or run this as its owner\n"
+        )
 
 
 @pytest.mark.parametrize(
