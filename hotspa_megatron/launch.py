@@ -76,7 +76,7 @@ def main() -> None:
         sys.stdout.write(_USAGE)
         raise SystemExit(0 if len(sys.argv) > 1 else 2)
     script = Path(sys.argv[1])
-    if not script.is_file():
+    if not os.path.isfile(script):  # Path.is_file raises where a folder may not be entered
         _fail(f"{script}: no such script; give the path of a Megatron-LM training script such as pretrain_gpt.py")
     # First of all: a Megatron-LM checkout beside the script goes before an installed megatron-core, as without us.
     sys.path.insert(0, str(script.resolve().parent))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +17,10 @@ import torch.distributed as dist
 from hotspa_megatron.hooks import agreement
 from hotspa_megatron.hooks.agreement import VARIABLES, compare, difference
 from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.hooks.samples import data_weights
 from tests.spawn import run_ranks
 from tests.test_profile import shorten
-from tests.training import Job, arguments, corpus, flag, skewed_lengths, train, workspace
+from tests.training import Job, arguments, corpus, flag, import_megatron, skewed_lengths, train, workspace
 
 GIVEN = {"--seed": "1234", "data file 1 (.idx)": "10 bytes", "the version of torch": "2.13.0"}
 
@@ -53,6 +57,52 @@ def _compare_in_turns(rank: int, world: int) -> list[str | None]:
         except ValueError as error:
             heard.append(str(error).partition("--seed is ")[2])
     return heard
+
+
+def test_a_rank_without_the_flag_is_named_before_the_others_give_up() -> None:
+    """It goes on to make groups, and waits there for ranks that wait for its word."""
+    *heard, silent = run_ranks(_compare_without_one, 4, init_process_group=False)
+    assert silent is None
+    assert all(
+        each.startswith("rank 3 said nothing of what they were given; were they started without") for each in heard
+    )
+
+
+def _compare_without_one(rank: int, world: int) -> str | None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=8))
+    if rank == world - 1:
+        time.sleep(6)
+        return None
+    with pytest.raises(ValueError) as caught:
+        compare(GIVEN)
+    return str(caught.value)
+
+
+def test_weights_in_a_file_that_the_command_line_names_are_compared(tmp_path: Path) -> None:
+    (found,) = run_ranks(_weights_in, 1, tmp_path / "blend", prepare=import_megatron, init_process_group=False)
+    assert found == [[[0.3, 0.7]], [[0.5, 0.5]], [[0.3, 0.7]]]
+
+
+def _weights_in(rank: int, world: int, file: Path) -> list[Any]:
+    names = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
+    args = SimpleNamespace(**dict.fromkeys(names), data_args_path=str(file), multiple_validation_sets=False)
+    found = []
+    for text in ("0.3 /a/x 0.7 /a/y", "0.5 /a/x 0.5 /a/y", "0.3 /b/x 0.7 /b/y"):
+        file.write_text(text)
+        found.append(data_weights(args))
+    return found
+
+
+def test_two_checkouts_of_one_version_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "somebodys"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    marks = []
+    for text in ("x = 1\n", "x = 10\n", "x = 1\n"):
+        (package / "code.py").write_text(text)
+        marks.append(agreement._sizes_in("somebodys"))
+    assert marks[0] == marks[2] != marks[1] and agreement._sizes_in("nobodys") == "not there"
 
 
 def test_what_is_compared_of_a_file_of_the_environment_and_of_flags(

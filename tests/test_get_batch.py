@@ -98,10 +98,12 @@ def test_a_step_without_a_get_batch_of_its_own_is_refused_with_another_fix() -> 
             get_batch.check(textwrap.dedent, adapter=adapter)  # any function of another module
 
 
-def test_an_adapter_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_an_adapter_that_cannot_be_had_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     user = module(tmp_path, "def forward_step(i, m):\n    return get_batch(i)\n")
     get_batch.check(user.forward_step, adapter="json:loads")
-    for name in ("json:nothing", "no_such_module_of_mine:loads"):
+    (tmp_path / "adapter_that_is_no_python.py").write_text("def (:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("json:nothing", "no_such_module_of_mine:loads", "adapter_that_is_no_python:loads"):
         with pytest.raises(ValueError, match=name):
             get_batch.check(user.forward_step, adapter=name)
 

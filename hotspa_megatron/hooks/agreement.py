@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import importlib.util
 import itertools
 import json
 import os
@@ -17,7 +18,8 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -31,7 +33,7 @@ import hotspa_megatron
 from hotspa_megatron.config import ResolvedConfig
 from hotspa_megatron.hooks import auto, checkpoint, compat, cpu
 from hotspa_megatron.hooks.flags import FLAG
-from hotspa_megatron.hooks.samples import data_files
+from hotspa_megatron.hooks.samples import data_files, data_weights
 from hotspa_megatron.strategy import listed
 from hotspa_megatron.strict_yaml import shown
 
@@ -55,6 +57,9 @@ _ITEMS_SHOWN: Final = 3
 _VALUES_SHOWN: Final = 3
 _NOT_SET: Final = "not set"
 _PATIENCE_S: Final = 5.0
+_SILENT: Final = (
+    "said nothing of what they were given; were they started without --hotspa-config, or do they stand still?"
+)
 
 _rounds = itertools.count()
 _flags: tuple[str, ...] = ()
@@ -88,10 +93,12 @@ def given(args: Any, resolved: ResolvedConfig | None) -> dict[str, str]:
     }
     files = {f"data file {number} ({path.suffix or path.name})": _known_by(path)
              for number, path in enumerate(data_files(args), 1)}  # fmt: skip
+    files["the weights of the data"] = repr(data_weights(args))
     files["the checkpoint behind --load"] = checkpoint.seen(args)
     versions = {
         "the code of hotspa_megatron": _code(),
         "the version of megatron-core": compat.version(),
+        **{f"the code of {package}": _sizes_in(package) for package in ("megatron.core", "megatron.training")},
         **{f"the version of {name}": _version(name) for name in _INSTALLED},
         "the version of Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "what it runs on": "CPU" if cpu.installed() else "CUDA",
@@ -124,7 +131,8 @@ def difference(everyone: Mapping[int, Mapping[str, str]]) -> str | None:
 
 
 def compare(own: Mapping[str, str]) -> None:
-    """Raise ValueError on every rank where ranks were given different things. Needs the world's store, and no group."""
+    """Raise ValueError on every rank where ranks were given different things, or one says nothing of it for half of the
+    store's time-out. Needs the world's store, and no group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = PrefixStore(f"hotspa/agreement/{next(_rounds)}", dist.distributed_c10d._get_default_store())
     text = json.dumps(own)
@@ -136,16 +144,34 @@ def compare(own: Mapping[str, str]) -> None:
             store.add("heard", 1)
     else:
         store.set("0", mark)
-        said = {other: store.get(str(other)).decode() for other in range(1, world)}
-        everyone = {0: own} | {other: json.loads(each) if each else own for other, each in said.items()}
-        problem = difference(everyone) or ""
+        silent = _silent(store, range(1, world))
+        if silent:
+            problem = f"rank{'s' * (len(silent) > 1)} {listed(silent)} {_SILENT}"
+        else:
+            said = {other: store.get(str(other)).decode() for other in range(1, world)}
+            everyone = {0: own} | {other: json.loads(each) if each else own for other, each in said.items()}
+            problem = difference(everyone) or ""
         store.set("verdict", problem)
         deadline = time.monotonic() + _PATIENCE_S
         # The store may be in this process, which ends next.
-        while problem and store.add("heard", 0) < world - 1 and time.monotonic() < deadline:
+        while problem and store.add("heard", 0) < world - 1 - len(silent) and time.monotonic() < deadline:
             time.sleep(0.05)
     if problem:
         raise ValueError(problem)
+
+
+def _silent(store: Any, ranks: Iterable[int]) -> list[int]:
+    """Those that have left no word when half of the store's time-out is over: the others wait for the verdict meanwhile."""
+    deadline = time.monotonic() + store.timeout.total_seconds() / 2
+    silent = []
+    for rank in ranks:
+        try:
+            store.wait([str(rank)], timedelta(seconds=max(0.01, deadline - time.monotonic())))
+        except RuntimeError:
+            if time.monotonic() < deadline:  # it is the store that is gone
+                raise
+            silent.append(rank)
+    return silent
 
 
 def _holders(everyone: Mapping[int, Mapping[str, str]], name: str, value: str) -> str:
@@ -189,6 +215,17 @@ def _code() -> str:
         found.update(f"{path.relative_to(folder)}\n".encode())
         found.update(path.read_bytes())
     return found.hexdigest()[:12]
+
+
+def _sizes_in(package: str) -> str:
+    """A fingerprint of the names and sizes of a package's files: two checkouts may call themselves by one version."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec is not None else None
+    found = hashlib.sha256()
+    for folder in folders or ():
+        for path in sorted(Path(folder).rglob("*.py")):
+            found.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+    return found.hexdigest()[:12] if folders else "not there"
 
 
 def _known_by(path: Path) -> str:

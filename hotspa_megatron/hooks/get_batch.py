@@ -18,6 +18,7 @@ import torch
 
 from hotspa_megatron.hooks.data import MicroBatch, SegmentIterator
 from hotspa_megatron.hooks.patching import Patches
+from hotspa_megatron.strict_yaml import one_line
 
 _FIX = "name a function for it: `get_batch: pkg.mod:function` in the --hotspa-config file"
 
@@ -131,8 +132,9 @@ def _named_function(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"get_batch: {name}: {error}") from error
+    except Exception as error:  # whatever somebody's module does while it is imported
+        problem = one_line(f"{type(error).__name__}: {error}")
+        raise ValueError(f"get_batch: {name}: {problem}; name a function, as PACKAGE.MODULE:FUNCTION") from error
 
 
 def serve(forward_step: Callable[..., Any], patches: Patches, *, adapter: str | None) -> None:

@@ -412,6 +412,11 @@ def data_files(args: Any) -> list[Path]:
     return [Path(f"{path}{ending}") for path in paths for ending in (("",) if args.sft else (".idx", ".bin"))]
 
 
+def data_weights(args: Any) -> list[Any]:
+    """The weights of the command line's data, those in files that it names included; None for a blend without."""
+    return [weights for _, weights in _blends(args)]
+
+
 def _blends(args: Any) -> list[tuple[Any, Any]]:
     """(paths, weights) of the command line's data: its blend, or that of each split."""
     from megatron.training.utils import get_blend_and_blend_per_split
