@@ -27,10 +27,18 @@ from tests.training import arguments, on_mock_data, printed_losses
 
 BUILD = REPOSITORY / "scripts" / "build_image.sh"
 FILES = sorted((REPOSITORY / "docker").iterdir())
+# What no package of ours goes with, as named or as what it is built with.
+HELD = ("pyyaml==5.4.1", "rich==12.6.0", "setuptools==60.10.0")
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 
 
 # --------------------------------------------------------------------------------------------------------- the two files
+
+
+def test_the_gpu_image_is_not_held_to_the_releases_of_its_base() -> None:
+    """NVIDIA's image has those in PIP_CONSTRAINT, and packages named here, or needed for a build, are of others."""
+    installs = re.findall(r"(\S+) python3 -m pip install", (REPOSITORY / "docker/Dockerfile").read_text())
+    assert set(installs) == {"PIP_CONSTRAINT=''"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
@@ -230,7 +238,7 @@ class Images:
         return made
 
     def base_with_torch(self) -> str:
-        """The same with torch for CPU and what else the GPU image expects of its base."""
+        """The same with torch for CPU and what else the GPU image expects of its base, and with NVIDIA's hold on pip."""
         made, folder = "localhost/hotspa-test-torch:1", self.folder / "torch"
         torch = re.search(r"^torch==(\S+)", (REPOSITORY / "requirements/torch.txt").read_text(), re.MULTILINE)
         assert torch is not None
@@ -239,6 +247,8 @@ class Images:
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ git make
 RUN PIP_BREAK_SYSTEM_PACKAGES=1 PIP_NO_CACHE_DIR=1 python3 -m pip install torch=={torch[1]} numpy packaging pybind11
+RUN mkdir -p /etc/pip && printf '%s\\n' {" ".join(HELD)} >/etc/pip/constraint.txt
+ENV PIP_CONSTRAINT=/etc/pip/constraint.txt
 """)
         settings = pip_settings(self.folder)
         done = self.run("buildah", "build", "--format", "docker", "--layers", *settings, "--tag", made, folder)
