@@ -7,8 +7,8 @@ Perfetto and chrome://tracing open, even where the job was killed. ``timeline.js
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +24,11 @@ RANKS: Final = "ranks"
 TRACED_STEPS: Final = 20
 """Steps of each start whose timeline is kept: some 100 bytes an event, 10 to 30 events a step and rank."""
 _LONGEST_NAME: Final = 200
+_LONGEST_LINE: Final = 1 << 20
+"""Bytes of a step in its log, some thousand times what it takes."""
+_MOST: Final = 2**63 - 1
+_LONGEST_S: Final = 1e9
+"""Seconds that anything in a step can take, 30 years, so that sums stay finite."""
 
 Event = dict[str, Any]
 
@@ -49,14 +54,34 @@ def folder_problem(text: str) -> str | None:
 
 
 def folder_inside(base: Path, text: str) -> Path:
-    """The folder that ``text`` names below ``base``; ValueError where a link leads out of it, or a file is in the way."""
+    """The folder that ``text`` names below ``base``.
+
+    ValueError where a link leads out of it, a file is in the way, or it cannot be looked at.
+    """
     folder = base / text
-    if not folder.resolve().is_relative_to(base.resolve()):
+    if not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(base)):
         raise ValueError(f"trace: {folder} is, or goes through, a link out of {base}; name another folder")
     for part in (folder, *folder.parents):
-        if part.exists() and not part.is_dir():
+        try:
+            in_the_way = part.exists() and not part.is_dir()
+        except OSError as error:
+            raise ValueError(f"trace: {part}: {error.strerror}; name another folder") from None
+        if in_the_way:
             raise ValueError(f"trace: {part} is a file; name another folder")
     return folder
+
+
+def replace_file(path: Path, texts: Iterable[str]) -> None:
+    """Write a file that is there as a whole or, with OSError, as it was before."""
+    unfinished = path.with_name(f"{path.name}.new")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.writelines(texts)
+        os.replace(unfinished, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def rank_file(folder: Path, rank: int) -> Path:
@@ -145,12 +170,8 @@ def merge_timelines(folder: Path) -> Path | None:
         if _start_of(own) == start:
             events += own
     path = folder / TIMELINE
-    unfinished = path.with_name(f"{path.name}.new")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        file.write(",\n".join(json.dumps(event) for event in events))
-        file.write("\n]}\n")
-    os.replace(unfinished, path)
+    text = ",\n".join(json.dumps(event) for event in events)
+    replace_file(path, ('{"displayTimeUnit": "ms", "traceEvents": [\n', text, "\n]}\n"))
     return path
 
 
@@ -199,7 +220,7 @@ class StepEntry:
     """A line of ``steps.jsonl``. Seconds are rank 0's; ``lengths``: (sequences, tokens) by upper bound, a power of two.
 
     ``modelled_s``, ``static_modelled_s``: the cost model's, of the step as it was planned and of home alone; None where
-    there is no estimate. ``loss`` is NaN where nothing was trained.
+    there is no estimate. ``loss`` is NaN where nothing was trained, and may be infinite.
     """
 
     iteration: int
@@ -225,34 +246,43 @@ def read_steps(path: Path) -> list[StepEntry]:
     Raises ValueError, one line that names file and line, for what is not a step log. A last line without its end is
     still being written, and left out.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or 'not UTF-8'})") from None
     found: dict[int, StepEntry] = {}
-    for number, line in enumerate(text.splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            entry = _step(json.loads(line))
-        except KeyError as error:
-            raise ValueError(
-                f"{path}:{number}: the step has no {error.args[0]!r}; was it logged by this version?"
-            ) from None
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            shown = line.strip()[:40]
-            raise ValueError(f"{path}:{number}: {shown!r} is not a logged step; remove the line") from None
-        found[entry.iteration] = entry
+    try:
+        with path.open("rb") as file:
+            # One more byte than a line may have, so that a file that is none of ours is not read whole.
+            for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), start=1):
+                if len(line) > _LONGEST_LINE:
+                    raise ValueError(
+                        f"{path}:{number}: the line has more than {_LONGEST_LINE} bytes; name a log of steps"
+                    )
+                if not line.endswith(b"\n"):
+                    break
+                entry = _read_step(line, f"{path}:{number}")
+                found[entry.iteration] = entry
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name a log that can be read") from None
     if not found:
         raise ValueError(f"{path}: holds no step; a job writes one a step once it trains")
     return [found[iteration] for iteration in sorted(found)]
 
 
+def _read_step(line: bytes, place: str) -> StepEntry:
+    try:
+        return _step(json.loads(line.decode("utf-8")))
+    except KeyError as error:
+        raise ValueError(f"{place}: the step has no {error.args[0]!r}; was it logged by this version?") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{place}: not UTF-8; remove the line") from None
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        shown = line.decode("utf-8").strip()[:40]
+        raise ValueError(f"{place}: {shown!r} is not a logged step; remove the line") from None
+
+
 def _step(entry: Mapping[str, Any]) -> StepEntry:
     return StepEntry(
-        iteration=int(entry["iteration"]),
+        iteration=_count(entry["iteration"]),
         loss=float(entry["loss"]),
-        tokens=int(entry["tokens"]),
+        tokens=_count(entry["tokens"]),
         padding_fraction=_share(entry["padding_fraction"]),
         step_s=_seconds(entry["step_s"]),
         plan_s=_seconds(entry["plan_s"]),
@@ -260,8 +290,8 @@ def _step(entry: Mapping[str, Any]) -> StepEntry:
             SegmentEntry(
                 strategy=_strategy(each["strategy"]),
                 kind=Kind(each["kind"]).value,
-                sequences=int(each["sequences"]),
-                tokens=int(each["tokens"]),
+                sequences=_count(each["sequences"]),
+                tokens=_count(each["tokens"]),
                 seconds=_seconds(each["seconds"]),
             )
             for each in entry["segments"]
@@ -271,7 +301,9 @@ def _step(entry: Mapping[str, Any]) -> StepEntry:
         reduce_s=_seconds(entry["reduce_s"]),
         wait_s=_seconds(entry["wait_s"]),
         optimizer_s=_seconds(entry["optimizer_s"]),
-        lengths={int(upper): (int(count), int(tokens)) for upper, (count, tokens) in entry["lengths"].items()},
+        lengths={
+            _power_of_two(upper): (_count(count), _count(tokens)) for upper, (count, tokens) in entry["lengths"].items()
+        },
         modelled_s=None if entry["modelled_s"] is None else _seconds(entry["modelled_s"]),
         static_modelled_s=None if entry["static_modelled_s"] is None else _seconds(entry["static_modelled_s"]),
     )
@@ -281,7 +313,7 @@ def _move(entry: Mapping[str, Any]) -> MoveEntry:
     return MoveEntry(
         source=_strategy(entry["from"]),
         destination=_strategy(entry["to"]),
-        num_bytes=int(entry["bytes"]),
+        num_bytes=_count(entry["bytes"]),
         seconds=_seconds(entry["under_way_s"]),
         waited=_seconds(entry["seconds"]),
         bound=bool(entry["bound"]),
@@ -292,9 +324,23 @@ def _strategy(value: Any) -> str:
     return str(Strategy.parse(value))
 
 
+def _count(value: Any) -> int:
+    count = int(value)
+    if not 0 <= count <= _MOST:
+        raise ValueError(value)
+    return count
+
+
+def _power_of_two(value: Any) -> int:
+    upper = _count(value)
+    if upper.bit_count() != 1:
+        raise ValueError(value)
+    return upper
+
+
 def _seconds(value: Any) -> float:
     seconds = float(value)
-    if not (math.isfinite(seconds) and seconds >= 0):
+    if not 0 <= seconds <= _LONGEST_S:
         raise ValueError(value)
     return seconds
 

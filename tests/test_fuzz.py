@@ -27,7 +27,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hotspa_megatron.cli import described_run
+from hotspa_megatron.cli import described_run, report
 from hotspa_megatron.cli.main import main
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.run_script import arguments_of_script
@@ -37,9 +37,10 @@ from hotspa_megatron.planning.data_check import check_data
 from hotspa_megatron.planning.hardware import load_hardware
 from hotspa_megatron.planning.lengths import LengthHistogram, read_index
 from hotspa_megatron.planning.step_plan import StepPlanner
-from hotspa_megatron.run_folder import folder_inside
+from hotspa_megatron.run_folder import folder_inside, read_steps
 from hotspa_megatron.strategy import Kind
 from tests.test_lengths import write_index
+from tests.test_report import logged
 
 _Case = TypeVar("_Case")
 _Answer = TypeVar("_Answer")
@@ -508,6 +509,61 @@ def test_lines_of_conversations_are_read_or_refused_in_one_line(tmp_path: Path, 
     both_happened(seen, examples)
 
 
+NUMBERS: Final = (
+    *(
+        "1e999",
+        "-1e999",
+        "NaN",
+        "1e308",
+        "1e-320",
+        "-1",
+        "0",
+        "0.9999999999999999",
+        "9" * 18,
+        "9" * 19,
+        "9" * 400,
+        "9" * 5000,
+    ),
+    *("true", "null", "[]", "{}", '"7"', '"x"', "[" * 5000),
+)
+
+
+@st.composite
+def with_other_numbers(draw: st.DrawFn, text: str) -> str:
+    """A text with up to three of its numbers replaced by others, or by what is none."""
+    for _ in range(draw(st.integers(1, 3))):
+        place = draw(st.sampled_from(list(re.finditer(r"(?<![\w.])[\d.]+(?![\w.])", text))))
+        text = text[: place.start()] + draw(st.sampled_from(NUMBERS)) + text[place.end() :]
+    return text
+
+
+@amounts(1_000)
+def test_a_log_of_steps_is_a_page_or_refused_in_one_line(tmp_path: Path, examples: int) -> None:
+    figures = pytest.importorskip("matplotlib.figure", reason="needs matplotlib")
+    path = tmp_path / "steps.jsonl"
+    whole = "".join(json.dumps(logged(iteration)) + "\n" for iteration in (1, 2, 3))
+    seen = {"refused": 0, "read": 0}
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        steps = answer(lambda: read_steps(path))
+        seen["refused" if steps is None else "read"] += 1
+        if steps is not None:
+            assert report.build_page(steps, name="run").endswith("</html>\n")
+
+    def write_nothing(figure: object, file: io.StringIO, **_: object) -> None:
+        file.write("<svg></svg>")
+
+    texts = st.one_of(with_other_numbers(whole), mutated(st.just(whole))).map(
+        lambda text: text.encode("utf-8", "replace")
+    )
+    # Putting the lines of its charts to paper takes a second, so of few examples they are only drawn.
+    quick = mock.patch.object(figures.Figure, "savefig", write_nothing) if examples < 1000 else contextlib.nullcontext()
+    with quick:
+        fuzz(examples, st.one_of(texts, mutated_bytes(whole.encode())), check)
+    both_happened(seen, examples)
+
+
 @amounts(1_000)
 def test_a_profile_is_read_or_refused_in_one_line(tmp_path: Path, examples: int) -> None:
     """What is read gives finite times: nothing that is divided by is zero."""
@@ -557,6 +613,7 @@ def test_a_file_far_too_large_is_refused_after_its_first_bytes(tmp_path: Path) -
         (lambda: load_hardware(huge), 8, "is larger than 1048576 bytes"),
         (lambda: LengthHistogram.from_text(huge), 8, "huge.yaml:1: .* is not a length"),
         (lambda: arguments_of_script(huge), 8, "is larger than 1048576 bytes"),
+        (lambda: read_steps(huge), 8, "huge.yaml:1: the line has more than 1048576 bytes"),
         (lambda: ConversationFile(huge), 200, "huge.yaml:1: the line has more than 67108864 bytes"),
     ]
     for read, megabytes, message in refusals:

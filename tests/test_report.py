@@ -187,6 +187,14 @@ BROKEN = {
     "no number": (json.dumps(logged(1, step_s="<b>")), "is not a logged step"),
     "markup": (json.dumps(logged(1)).replace(GUEST, "<script>alert(1)</script>"), "is not a logged step"),
     "all padding": (json.dumps(logged(1, padding_fraction=1.0)), "is not a logged step"),
+    "endless": (json.dumps(logged(1)).replace('"iteration": 1', '"iteration": 1e999'), "is not a logged step"),
+    "400 digits": (json.dumps(logged(1) | {"iteration": 10**400}), "is not a logged step"),
+    "a time of 400 digits": (json.dumps(logged(1, step_s=10**400)), "is not a logged step"),
+    "endless time": (json.dumps(logged(1, step_s=math.inf)), "is not a logged step"),
+    "fewer than none": (json.dumps(logged(1, tokens=-1)), "is not a logged step"),
+    "length of none": (json.dumps(logged(1, lengths={"100": [1, 90]})), "is not a logged step"),
+    "no text": ("\udcff", "not UTF-8"),
+    "too long": (" " * (1 << 20), "the line has more than 1048576 bytes"),
 }
 
 
@@ -194,7 +202,7 @@ BROKEN = {
 def test_a_broken_line_is_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line, problem = BROKEN[case]
     path = tmp_path / run_folder.STEPS
-    path.write_text(f"{json.dumps(logged(1))}\n{line}\n")
+    path.write_bytes(os.fsencode(f"{json.dumps(logged(1))}\n{line}\n"))
     assert problem in (said := _refused(capsys, str(tmp_path)))
     assert f"{path}:2: " in said
     assert list(tmp_path.iterdir()) == [path]
@@ -214,6 +222,40 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, capsys: pytest.Ca
     output = tmp_path / "none" / "page.html"
     assert f"{output}" in _refused(capsys, str(tmp_path / "a"), "--output", str(output))
     assert "takes no Megatron arguments" in _refused(capsys, str(tmp_path / "a"), "--", "--lr", "1")
+    assert "is a folder; name a file" in _refused(capsys, str(tmp_path / "a"), "--output", str(tmp_path))
+
+
+def test_what_may_not_be_read_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = write_steps(tmp_path / "closed", logged(1))
+    with as_nobody():
+        for named in (log, log.parent):
+            said = _refused(capsys, str(named))
+            assert said == f"hotspa: {named}: Permission denied; name a folder that you may read\n"
+        with pytest.raises(ValueError, match=f"{log}: Permission denied; name a log"):
+            run_folder.read_steps(log)
+        with pytest.raises(ValueError, match=r"trace: .*: Permission denied; name another folder"):
+            run_folder.folder_inside(tmp_path, "closed")
+
+
+def test_a_page_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = write_steps(tmp_path, logged(1))
+    page = tmp_path / "report.html"
+    page.write_text("old")
+
+    def full(source: Path, destination: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    assert f"{page}: No space left on device" in _refused(capsys, str(tmp_path))
+    assert page.read_text() == "old" and sorted(tmp_path.iterdir()) == [page, log]
+
+
+def test_a_loss_that_is_infinite_is_left_out_of_its_chart(tmp_path: Path) -> None:
+    for name, losses in (("inf", (5.0, math.inf, 4.0)), ("huge", (5.0, 1e308, 1e308)), ("all", (math.inf, -math.inf))):
+        write_steps(tmp_path / name, *(logged(at, loss=loss) for at, loss in enumerate(losses, start=1)))
+        assert main(["report", str(tmp_path / name)]) == 0
 
 
 def test_the_page_is_beside_the_log_wherever_the_run_is_named(

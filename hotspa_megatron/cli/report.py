@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import html
 import io
+import math
 import os
 import re
 import statistics
@@ -28,6 +29,7 @@ examples:
 PAGE: Final = "report.html"
 _POINTS: Final = 400
 """Steps beyond which neighbours are drawn as one, by their mean."""
+_LARGEST_LOSS: Final = 1e30
 _OUTLIER: Final = 2.5
 """Medians above which a first step, which also warms up, is cut off in the chart."""
 _WIDE, _HALF, _NARROW = 11.6, 5.6, 3.9
@@ -63,17 +65,22 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
     """Write the page and say where; ``ValueError`` for bad input."""
     if megatron_arguments:
         raise ValueError("report: takes no Megatron arguments; remove what follows --")
-    log = _find_log(Path(arguments.folder))
+    try:
+        log = _find_log(Path(arguments.folder))
+    except OSError as error:
+        raise ValueError(
+            f"{error.filename or arguments.folder}: {error.strerror}; name a folder that you may read"
+        ) from None
     steps = run_folder.read_steps(log)
     output = Path(arguments.output) if arguments.output else log.parent / PAGE
     try:
+        if output.is_dir():
+            raise ValueError(f"--output: {output} is a folder; name a file")
         timeline = run_folder.merge_timelines(log.parent)
-        page = build_page(steps, name=log.parent.resolve().name, timeline=timeline)
-        unfinished = output.with_name(f"{output.name}.new")
-        unfinished.write_text(page, encoding="utf-8")
-        os.replace(unfinished, output)
+        name = os.fsencode(log.parent.resolve().name).decode("utf-8", errors="replace")
+        run_folder.replace_file(output, [build_page(steps, name=name, timeline=timeline)])
     except OSError as error:
-        raise ValueError(f"{error.filename or output}: {error.strerror}") from None
+        raise ValueError(f"{error.filename or output}: {error.strerror}; give another --output, or make room") from None
     print(f"{output}: {len(steps):,} steps")
     if timeline is not None:
         print(f"{timeline}: all ranks' first steps; open it in ui.perfetto.dev or chrome://tracing")
@@ -86,10 +93,7 @@ def _find_log(given: Path) -> Path:
         raise ValueError(f"{given}: no such file or folder; name the one that `trace` made")
     if (given / run_folder.STEPS).is_file():
         return given / run_folder.STEPS
-    try:
-        below = sorted(path for path in given.glob(f"*/{run_folder.STEPS}") if path.is_file())
-    except OSError as error:
-        raise ValueError(f"{given}: {error.strerror}") from None
+    below = sorted(path for path in given.glob(f"*/{run_folder.STEPS}") if path.is_file())
     if not below:
         raise ValueError(f"{given}: has no {run_folder.STEPS}; `trace: FOLDER` in a job's file makes it write one")
     if len(below) > 1:
@@ -339,7 +343,8 @@ def _other_parts(step: StepEntry) -> tuple[float, ...]:
 
 
 def _draw_loss(axes: Any, steps: Sequence[StepEntry], narrow: bool) -> str | None:
-    _line(axes, _thinned(steps, lambda step: step.loss), color=_BLUE)
+    # What is infinite, or near it, is left out: no axis could show it beside the others.
+    _line(axes, _thinned(steps, lambda step: step.loss if abs(step.loss) < _LARGEST_LOSS else math.nan), color=_BLUE)
     axes.set_ylabel("loss")
     axes.set_xlabel("step")
     return None
