@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -192,6 +193,95 @@ def test_test_script_checks_then_tests(checkout: Path, arguments: list[str], exp
     assert done.returncode == 0, done.stderr
     ran = ["-m ruff check .", "-m mypy", *expected]
     assert done.stdout.splitlines()[-len(ran) :] == [f"python {each}; threads 1" for each in ran]
+
+
+# ------------------------------------------------------------------------------------------------------ other releases
+
+OF_MEGATRON = re.compile(
+    r"hotspa_megatron\.hooks\b|(?<!\w)(?:from|import) megatron\b|import_megatron|find_spec\(.megatron|tests\.(?:training|job)\b"
+)
+
+
+def test_other_releases_run_every_file_of_tests_that_is_not_named_as_left_out() -> None:
+    """A new file is run; the name of one that is gone, or that has come to use Megatron, is no reason to leave it out."""
+    script = (ROOT / "scripts" / "test_versions.sh").read_text()
+    lists = [
+        re.search(rf"^{name}=\((.*?)\)$", script, re.DOTALL | re.MULTILINE)
+        for name in ("without_megatron", "any_release")
+    ]
+    named = [re.sub("#.*", "", found[1]).split() for found in lists if found]
+    files = {path.stem.removeprefix("test_"): path.read_text() for path in ROOT.glob("tests/test_*.py")}
+    done = shell(ROOT / "scripts" / "test_versions.sh", "--list")
+    assert done.returncode == 0, done.stderr
+    run = [Path(line).stem.removeprefix("test_") for line in done.stdout.splitlines()]
+    assert len(named) == 2 and sorted([*run, *named[0], *named[1]]) == sorted(files)
+    assert [name for name in named[0] if OF_MEGATRON.search(files[name])] == []
+    # What is looked for is what marks the others.
+    assert {"launch", "training", "faults", "group_pool"} <= {name for name in run if OF_MEGATRON.search(files[name])}
+    # Of other folders' tests none are of Megatron but Slurm's, which have a release of their own.
+    assert {path.parent.name for path in ROOT.glob("tests/*/**/test_*.py")} == {"slurm"}
+
+
+@pytest.fixture
+def releases(checkout: Path) -> Path:
+    """A checkout with the environments of two releases, whose interpreters note how tests are run."""
+    (checkout / "scripts" / "setup.sh").write_text("#!/usr/bin/env bash\n")
+    (checkout / "tests").mkdir()
+    for name in ("config", "launch", "megatron_lm", "of_tomorrow"):
+        (checkout / "tests" / f"test_{name}.py").touch()
+    for release in ("0.17.1", "0.18.2"):
+        python = checkout / f".venv-{release}" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        note = f'echo "$*" >"{checkout}/ran-{release}"'
+        python.write_text(f'#!/bin/sh\n{note}\necho "== {release} ended =="\nexit ${{CODE:-0}}\n')
+        python.chmod(0o755)
+    return checkout
+
+
+def megatron_lm(folder: Path, release: str) -> str:
+    """A folder that says that it is a checkout of this release."""
+    info = folder / "megatron" / "core" / "package_info.py"
+    info.parent.mkdir(parents=True)
+    major, minor = release.split(".")
+    info.write_text(f"MAJOR = {major}\nMINOR = {minor}\nPATCH = 0\n")
+    return str(folder)
+
+
+def test_each_release_runs_the_files_and_says_how_it_ended(releases: Path, tmp_path: Path) -> None:
+    line, more = "-m pytest -m not long tests/test_launch.py tests/test_of_tomorrow.py", " tests/test_megatron_lm.py"
+    eighteen = megatron_lm(tmp_path / "eighteen", "0.18")
+    for code, path, extra in ((0, "", ""), (1, "", ""), (0, eighteen, more)):
+        done = shell(releases / "scripts" / "test_versions.sh", "--", "-k", "x", CODE=str(code), MEGATRON_LM_PATH=path)
+        assert done.returncode == code, done.stdout + done.stderr
+        assert "not tried" not in done.stdout
+        ends = [f"megatron-core {release}:  {release} ended " for release in ("0.17.1", "0.18.2")]
+        assert done.stdout.splitlines()[-2:] == ends
+        assert (releases / "ran-0.17.1").read_text() == f"{line} -k x\n"
+        assert (releases / "ran-0.18.2").read_text() == f"{line}{extra} -k x\n"
+
+
+def test_a_megatron_lm_that_is_not_tried_is_named(releases: Path, tmp_path: Path) -> None:
+    other = megatron_lm(tmp_path / "twenty", "0.20")
+    for path, what in ((other, "0.20"), (str(tmp_path), "no checkout of Megatron-LM")):
+        done = shell(releases / "scripts" / "test_versions.sh", "0.18.2", MEGATRON_LM_PATH=path)
+        assert done.returncode == 0 and "test_megatron_lm" not in (releases / "ran-0.18.2").read_text()
+        assert done.stdout.splitlines()[0] == (
+            f"test_versions: MEGATRON_LM_PATH={path} is {what}, and none of the releases that are run (0.18.2): "
+            "its pretrain_gpt.py is not tried"
+        )
+
+
+def test_what_shows_the_tests_decides_nothing(releases: Path, tmp_path: Path) -> None:
+    """Where it has ended before the tests, there is nothing left to end."""
+    found = shutil.which("tail")
+    (tmp_path / "tools").mkdir()
+    tail = tmp_path / "tools" / "tail"
+    tail.write_text(f'#!/bin/sh\ncase "$*" in *" -f "*) exit 1 ;; esac\nexec {found} "$@"\n')
+    tail.chmod(0o755)
+    path = f"{tail.parent}:{os.environ['PATH']}"
+    for code in (0, 1):
+        done = shell(releases / "scripts" / "test_versions.sh", PATH=path, CODE=str(code), MEGATRON_LM_PATH="")
+        assert (done.returncode, len(done.stdout.splitlines())) == (code, 2), done.stdout + done.stderr
 
 
 # -------------------------------------------------------------------------------------------------------------- corpus
