@@ -419,8 +419,11 @@ def test_bad_files_exit_with_2_and_one_line(tmp_path: Path, capsys: pytest.Captu
         (["explian", "FILE"], "invalid choice: 'explian'"),
         (["explain", "FILE", "--wrld-size", "4"], "unrecognized arguments: --wrld-size 4"),
         (["explain", "FILE", "--world-size", "4"], "--world-size: has no meaning without Megatron's arguments"),
-        (["explain", "FILE", "--world-size", "0", "--", *GPT], "--world-size: '0' is not a number of ranks"),
-        (["explain", "FILE", "--world-size", "1e3", "--", *GPT], "--world-size: '1e3' is not a number of ranks"),
+        (["explain", "FILE", "--world-size", "0", "--", *GPT], "--world-size: '0' is not a whole number of at least 1"),
+        (
+            ["explain", "FILE", "--world-size", "1e3", "--", *GPT],
+            "--world-size: '1e3' is not a whole number of at least 1",
+        ),
         (
             ["explain", "FILE", "--world-size", "6", "--", *GPT],
             "a world of 6 ranks does not divide into replicas of tp 4",

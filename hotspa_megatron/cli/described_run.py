@@ -131,7 +131,9 @@ def read_run(options: argparse.Namespace, megatron_arguments: Sequence[str]) -> 
         raise ValueError("Megatron's arguments are missing; add them behind --, or give --from-script")
     arguments = without(arguments, {_OURS: 1})
     check_flags(arguments)
-    world_size = _world_size(options.world_size)
+    world_size = world_size_of(options.world_size)
+    if world_size is None:
+        raise ValueError("--world-size: missing; give the number of ranks, as the launcher has not set WORLD_SIZE")
     line = read_command_line(arguments, world_size=world_size)
     histogram, source = _histogram(options)
     batch = whole_of(arguments, "--global-batch-size", most=MOST_COUNTED)
@@ -221,11 +223,10 @@ def word_of(arguments: Sequence[str], flag: str) -> str | None:
     return found
 
 
-def _world_size(given: str | None) -> int:
-    for name, text in (("--world-size", given), *((name, os.environ.get(name)) for name in _WORLD_SIZE_VARIABLES)):
-        if text:
-            return whole(name, text)
-    raise ValueError("--world-size: missing; give the number of ranks, as the launcher has not set WORLD_SIZE")
+def world_size_of(given: str | None) -> int | None:
+    """The number of ranks that was asked for, else the launcher's; None where neither says."""
+    texts = {"--world-size": given, **{name: os.environ.get(name) or None for name in _WORLD_SIZE_VARIABLES}}
+    return next((whole(name, text) for name, text in texts.items() if text is not None), None)
 
 
 def whole(name: str, text: str, *, most: int = LARGEST_INTEGER) -> int:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final
 
 from hotspa_megatron.cli import charts, options, tables
-from hotspa_megatron.cli.described_run import MOST_COUNTED, check_flags, recompute_of, whole, whole_of
+from hotspa_megatron.cli.described_run import MOST_COUNTED, check_flags, recompute_of, whole, whole_of, world_size_of
 from hotspa_megatron.cli.megatron_args import MegatronCommandLine, read_command_line
 from hotspa_megatron.cli.moves import moves_between, print_moves
 from hotspa_megatron.cli.sample_step import StepShown, plot_step, print_step, sample_step
@@ -42,7 +40,6 @@ examples:
       and what a step of that corpus would look like, rank by rank
 """
 _LEFT: Final = ("lengths", "strategy", "kind", "axes")
-_WORLD_SIZE_VARIABLES: Final = ("WORLD_SIZE", "SLURM_NTASKS")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +113,7 @@ def run(arguments: argparse.Namespace, megatron_arguments: Sequence[str]) -> Non
             _print_file(config)
     else:
         check_flags(megatron_arguments)
-        line = read_command_line(megatron_arguments, world_size=_world_size(arguments.world_size))
+        line = read_command_line(megatron_arguments, world_size=world_size_of(arguments.world_size))
         recompute = recompute_of(megatron_arguments)
         resolved = resolve(config, shape=line.shape, home=line.home, recompute=recompute)
         groups = count_groups([each.strategy for each in (*resolved.strategies, resolved.home)])
@@ -197,17 +194,6 @@ def memory_per_stage(
             )
         )
     return tuple(stages)
-
-
-def _world_size(given: str | None) -> int | None:
-    """The number of ranks that was asked for or that the launcher set; None where neither says."""
-    for name, text in (("--world-size", given), *((name, os.environ.get(name)) for name in _WORLD_SIZE_VARIABLES)):
-        if text is None or (text == "" and name != "--world-size"):
-            continue
-        if not re.fullmatch("[1-9][0-9]{0,8}", text):
-            raise ValueError(f"{name}: {text!r} is not a number of ranks; write a whole number of at least 1")
-        return int(text)
-    return None
 
 
 def _describe_file(config: HotSPaConfig) -> dict[str, object]:
