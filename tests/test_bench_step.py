@@ -51,6 +51,7 @@ def test_all_train_alike_and_home_only_adds_the_plans_digest_and_the_loss_sum_to
     assert said["switch_fraction"] == 0  # siblings move nothing
 
 
+@pytest.mark.long
 def test_a_pipeline_trains_alike_too() -> None:
     """From the same weights: those of a layer do not depend on the stage that holds it."""
     code, said, complaints = measured("--only", "cp2,pp2,ours", "--max-tokens-per-rank", "64")

@@ -561,7 +561,12 @@ def _errors_of(mix: Mix, rank: int, world: int, fault: str) -> dict[str, Any]:
             chunk.zero_grad_buffer()
         planting = functools.partial(_planting, forward_step) if fault.startswith(PLANTED) else forward_step
         _, record = runner.run(forward_step_func=planting, step=step, loader=loader)
+        seen |= _contents(step, [bool((y[1:] != IGNORED).any()) for _, y in talk], samples)
+        for guest in runner._guests.values():
+            assert guest.resident_bytes == 0
         gathered = _gathered(runner)
+        if rank:  # all of them hold the same, and share the cores
+            continue
         loss, targets, expected = of_sequences(
             values, shape, [(torch.from_numpy(t[:-1]), torch.from_numpy(y[1:])) for t, y in talk]
         )
@@ -572,9 +577,6 @@ def _errors_of(mix: Mix, rank: int, world: int, fault: str) -> dict[str, Any]:
             reference = expected[parameter] / max(targets, 1)
             scale = float(reference.abs().max()) or 1.0
             _worsen_at(errors, name, parameter, float((gradient - reference).abs().max()) / scale)
-        seen |= _contents(step, [bool((y[1:] != IGNORED).any()) for _, y in talk], samples)
-        for guest in runner._guests.values():
-            assert guest.resident_bytes == 0
     assert finite and (all(finite) or fault == PLANTED_AND_MULTIPLIED)
     patches.undo_all()
     install.uninstall()

@@ -186,6 +186,7 @@ def _die_before_it_is_finished() -> None:
     Patches().set(serialization, "save_config", _die)
 
 
+@pytest.mark.long
 def test_a_save_over_an_earlier_one_keeps_that_until_it_is_finished(tmp_path: Path) -> None:
     """Who goes back to an earlier checkpoint meets the later ones again; the tracker still names the last of those."""
     home, both = Home(1, 1, 1, ()), STATIC

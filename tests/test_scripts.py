@@ -559,6 +559,7 @@ def test_demo_runs_the_same_training_twice() -> None:
     assert "hotspa_megatron.launch" in command
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_cpu_example_trains_as_the_readme_says() -> None:
     env = {**os.environ, "HOTSPA_VENV": str(Path(sys.prefix))}
