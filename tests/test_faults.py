@@ -126,9 +126,9 @@ def _check_stop(broken: Broken, stopped: int, others: Sequence[int], traces: Tra
             assert re.search("does not beat any more|has not come to its first step", findings[-1].line)
         assert findings[-1].at < loss.at
         losses.append(loss)
-    # Some rank gave up after as long as the backend lets it; the others lost that one, and may be the first to say so.
-    assert all(loss.at - loss.since >= BACKEND_S for loss in losses), losses
-    assert any(re.search(r"Timed out waiting|Application timeout", loss.line) for loss in losses), losses
+    # Some rank gave up after as long as the backend lets it; the others lost that one, where they had come a moment later.
+    gave_up = [loss for loss in losses if re.search(r"Timed out waiting|Application timeout", loss.line)]
+    assert gave_up and all(loss.at - loss.since >= BACKEND_S for loss in gave_up), losses
 
 
 def logged(log: Path) -> list[tuple[int, float]]:
