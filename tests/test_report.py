@@ -253,9 +253,8 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(
 
 
 def test_a_loss_that_is_infinite_is_left_out_of_its_chart(tmp_path: Path) -> None:
-    for name, losses in (("inf", (5.0, math.inf, 4.0)), ("huge", (5.0, 1e308, 1e308)), ("all", (math.inf, -math.inf))):
-        write_steps(tmp_path / name, *(logged(at, loss=loss) for at, loss in enumerate(losses, start=1)))
-        assert main(["report", str(tmp_path / name)]) == 0
+    write_steps(tmp_path, *(logged(at, loss=loss) for at, loss in enumerate((5.0, math.inf, -math.inf, 1e308, 1e308))))
+    assert main(["report", str(tmp_path)]) == 0
 
 
 def test_the_page_is_beside_the_log_wherever_the_run_is_named(

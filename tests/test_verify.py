@@ -391,7 +391,7 @@ def test_of_a_long_limit_torchruns_own_grace_is_kept(
     ("number", "code", "said"),
     [
         (signal.SIGTERM, 143, "hotspa: ended by SIGTERM, and the command with it"),
-        (signal.SIGHUP, 129, "hotspa: ended by SIGHUP, and the command with it"),
+        pytest.param(signal.SIGHUP, 129, "hotspa: ended by SIGHUP, and the command with it", marks=pytest.mark.long),
         (signal.SIGINT, 130, "hotspa: interrupted"),
     ],
     ids=["timeout", "hangup", "Ctrl-C"],
@@ -426,6 +426,7 @@ def in_a_process(logs: Path, *command: str, ignored: Sequence[signal.Signals] = 
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_under_nohup_a_hangup_ends_nothing(config: Path, tmp_path: Path) -> None:
     body = f"import pathlib, time; pathlib.Path({str(tmp_path / 'pid')!r}).write_text('1'); time.sleep(2)"
     verifying = in_a_process(tmp_path / "logs", *started(body, config), ignored=[signal.SIGHUP])
@@ -435,6 +436,7 @@ def test_under_nohup_a_hangup_ends_nothing(config: Path, tmp_path: Path) -> None
     assert verifying.returncode == 1 and "no rank wrote to" in output
 
 
+@pytest.mark.long
 def test_ctrl_c_twice_waits_for_nothing(config: Path, tmp_path: Path) -> None:
     verifying = in_a_process(tmp_path / "logs", *started(launcher_with_a_rank(tmp_path / "pid", deaf=True), config))
     rank = written(tmp_path / "pid")
