@@ -109,7 +109,7 @@ MIXES_OF_8 = (
     ids=["the first", "all others"],
 )
 def test_gradients_of_every_mix_equal_the_reference(mixes: tuple[Mix, ...]) -> None:
-    for result in run_ranks(_gradient_errors, 4, mixes, "float64", timeout=280)[0]:
+    for result in run_ranks(_gradient_errors, 4, mixes, "float64", timeout=280, prepare=import_megatron)[0]:
         _within(result, 1e-9)
 
 
@@ -126,24 +126,24 @@ def test_gradients_with_interleaved_schedules_and_recomputation_per_strategy_equ
 ) -> None:
     if RELEASE < (0, 18):
         mixes = tuple(each for each in mixes if each in RECOMPUTING[:-1])
-    for result in run_ranks(_gradient_errors, 4, mixes, "float64", timeout=280)[0]:
+    for result in run_ranks(_gradient_errors, 4, mixes, "float64", timeout=280, prepare=import_megatron)[0]:
         _within(result, 1e-9)
 
 
 @pytest.mark.skipif(RELEASE >= (0, 18), reason="exact from 0.18 on")
 def test_virtual_stages_are_refused_where_they_are_not_exact() -> None:
     with pytest.raises(AssertionError, match="virtual pipeline stages need megatron-core"):
-        run_ranks(_gradient_errors, 4, (INTERLEAVED[1],), "float64", timeout=120)
+        run_ranks(_gradient_errors, 4, (INTERLEAVED[1],), "float64", timeout=120, prepare=import_megatron)
 
 
 @pytest.mark.long
 def test_gradients_with_every_way_to_switch_equal_the_reference() -> None:
-    for result in run_ranks(_gradient_errors, 4, SWITCHED, "float64", timeout=280)[0]:
+    for result in run_ranks(_gradient_errors, 4, SWITCHED, "float64", timeout=280, prepare=import_megatron)[0]:
         _within(result, 1e-9)
 
 
 def test_folds_in_bf16_round_what_guests_found_and_nothing_else() -> None:
-    (errors,) = run_ranks(_gradient_errors, 4, (IN_BF16,), "float64", timeout=120)[0]
+    (errors,) = run_ranks(_gradient_errors, 4, (IN_BF16,), "float64", timeout=120, prepare=import_megatron)[0]
     assert _within(errors, 2**-6) > 2**-12
     assert errors["loss"] < 1e-9
 
@@ -151,14 +151,14 @@ def test_folds_in_bf16_round_what_guests_found_and_nothing_else() -> None:
 @pytest.mark.long
 def test_single_precision_is_no_worse_than_a_static_run_of_the_same_home() -> None:
     mixes = [mix for each in MIXES_OF_4[1:7:2] for mix in (dataclasses.replace(each, strategies=()), each)]
-    results = run_ranks(_gradient_errors, 4, tuple(mixes), "float32", timeout=280)[0]
+    results = run_ranks(_gradient_errors, 4, tuple(mixes), "float32", timeout=280, prepare=import_megatron)[0]
     for static, mixed in zip(results[::2], results[1::2], strict=True):
         _within(mixed, max(1e-6, 2 * _within(static, 1e-5)))
 
 
 @pytest.mark.long
 def test_gradients_on_eight_ranks_equal_the_reference() -> None:
-    for result in run_ranks(_gradient_errors, 8, MIXES_OF_8, "float64", timeout=280)[0]:
+    for result in run_ranks(_gradient_errors, 8, MIXES_OF_8, "float64", timeout=280, prepare=import_megatron)[0]:
         _within(result, 1e-9)
 
 
@@ -176,7 +176,7 @@ def test_gradients_on_eight_ranks_equal_the_reference() -> None:
 )
 def test_the_comparison_sees(fault: str, mix: Mix) -> None:
     """Negative controls: each fault is one that gives plausible losses and no error."""
-    (errors,) = run_ranks(_gradient_errors, 4, (mix,), "float64", fault, timeout=120)[0]
+    (errors,) = run_ranks(_gradient_errors, 4, (mix,), "float64", fault, timeout=120, prepare=import_megatron)[0]
     with pytest.raises(AssertionError, match="is off by"):
         _within(errors, 1e-4)
 
@@ -237,7 +237,7 @@ def _sums_of_micro_batches(
             for micro_batch in range(256):
                 (parameter * (0.001 if micro_batch else 1.0)).sum().backward()
             total = parameter.main_grad.flatten()[-1]
-            sums.append((float(total), str(total.dtype), str(session.runner.moves.fold_dtype)))
+            sums.append((float(total), str(total.dtype), str(session.runner.moves._fold_dtype)))
         found.append(sums)
         install.uninstall()
     return found
@@ -247,9 +247,6 @@ def _gradient_errors(
     rank: int, world: int, mixes: tuple[Mix, ...], dtype: str, fault: str = ""
 ) -> list[dict[str, Any]]:
     """For each mix the error of every logical parameter, relative: max |a - b| / max |b|; and of the logged loss."""
-    from hotspa_megatron.hooks import cpu
-
-    cpu.install()
     with double_precision() if dtype == "float64" else single_precision():
         return [_errors_of(mix, rank, world, getattr(torch, dtype), fault) for mix in mixes]
 

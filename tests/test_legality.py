@@ -22,6 +22,7 @@ from hotspa_megatron.strategy import Strategy
 from tests.spawn import run_ranks
 from tests.test_config import write
 from tests.test_param_layout import _gpt_model
+from tests.training import import_megatron
 
 A800 = load_hardware("a800-80")
 HEADS = (6, 12, 28, 32, 5, 16, 24)
@@ -102,7 +103,7 @@ def test_what_is_planned_passes_as_a_file_and_builds_in_megatron_which_refuses_w
         for tp in (size for size in range(1, world + 1) if world % size == 0):
             strategy = Strategy.from_world(world, tp=tp, cp=1, pp=1)
             cases.append((shape, strategy, strategy in legal))
-    built = run_ranks(_builds, 1, cases, init_process_group=False, timeout=120)[0]
+    built = run_ranks(_builds, 1, cases, init_process_group=False, timeout=120, prepare=import_megatron)[0]
     for (shape, strategy, legal), error in zip(cases, built, strict=True):
         assert (not error) == legal, f"{strategy} of {shape}: {error or 'built, but refused by us'}"
     assert sum(not error for error in built) > 30 and sum(bool(error) for error in built) > 20
@@ -110,12 +111,8 @@ def test_what_is_planned_passes_as_a_file_and_builds_in_megatron_which_refuses_w
 
 def _builds(_: int, __: int, cases: Sequence[tuple[ModelShape, Strategy, bool]]) -> list[str]:
     """What Megatron says to each case, nothing where it builds the first and the last rank's model on the meta device."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    from hotspa_megatron.hooks import cpu
-
-    cpu.install()
     from megatron.core import parallel_state
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from hotspa_megatron.hooks.parallel_state import _read_globals, _write_globals
 

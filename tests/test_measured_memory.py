@@ -20,6 +20,7 @@ from hotspa_megatron.strategy import Strategy
 from tests.job import SEQ_LENGTH, Mix, document, single_precision, start, step_of
 from tests.live_bytes import LiveBytes, resident, unwatched
 from tests.spawn import run_ranks
+from tests.training import import_megatron
 
 TOKENS = 1024
 """Of a micro-batch at most, over all context-parallel ranks: 16 sequences of --seq-length."""
@@ -95,7 +96,7 @@ def test_the_comparison_sees_recomputation_that_does_not_happen() -> None:
 def _measured(layouts: tuple[Layout, ...]) -> list[Any]:
     """Of each layout the model's shape, the largest micro-batch's tokens, and every rank's bytes before the step and the
     most that the step added."""
-    by_rank = run_ranks(_bytes_of, 4, layouts, timeout=280)
+    by_rank = run_ranks(_bytes_of, 4, layouts, timeout=280, prepare=import_megatron)
     return [(*each[0][:2], [rank[2:] for rank in each]) for each in zip(*by_rank, strict=True)]
 
 
@@ -125,9 +126,6 @@ def _memory(layout: Layout, shape: Any) -> MemoryModel:
 
 
 def _bytes_of(rank: int, world: int, layouts: tuple[Layout, ...]) -> list[tuple[Any, int, int, int]]:
-    from hotspa_megatron.hooks import cpu
-
-    cpu.install()
     with single_precision():
         return [_bytes_of_one(layout, world) for layout in layouts]
 

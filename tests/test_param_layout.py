@@ -36,6 +36,7 @@ from tests.layouts import (
     optimizer_shards,
 )
 from tests.spawn import run_ranks
+from tests.training import import_megatron
 
 quick = settings(max_examples=40, deadline=None)
 MIXED = mixed_parameters()
@@ -184,7 +185,7 @@ def test_experts_lie_in_runs_on_their_own_grid() -> None:
 @pytest.mark.parametrize(("tp", "etp", "ep", "pp"), [(4, 2, 3, 2), (2, 1, 4, 1), (1, 3, 2, 2), (4, 4, 1, 1)])
 def test_experts_lie_where_megatrons_own_rank_generator_puts_them(tp: int, etp: int, ep: int, pp: int) -> None:
     world = 12 * tp * pp
-    (groups,) = run_ranks(_expert_groups, 1, etp, ep, pp, world, timeout=120)
+    (groups,) = run_ranks(_expert_groups, 1, etp, ep, pp, world, timeout=120, prepare=import_megatron)
     parameters = [
         LogicalParameter(name=str(expert), shape=(12,), place=Layer(0), split_dim=0, expert=expert)
         for expert in range(2 * ep)
@@ -207,9 +208,6 @@ def test_experts_lie_where_megatrons_own_rank_generator_puts_them(tp: int, etp: 
 
 def _expert_groups(rank: int, world_size: int, etp: int, ep: int, pp: int, world: int) -> dict[str, list[list[int]]]:
     """For every rank, its groups on the experts' grid."""
-    from hotspa_megatron.hooks import cpu
-
-    cpu.install()
     from megatron.core.parallel_state import RankGenerator
 
     generator = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order="tp-cp-ep-dp-pp")
@@ -329,9 +327,6 @@ def _model_parameters(
     rank: int, world_size: int, shapes: list[ModelShape], sizes: list[tuple[int, int]]
 ) -> list[dict[str, tuple[tuple[int, ...], int | None, int]]]:
     """Names, local shapes and split attributes of real GPTModels, with global layer numbers, for each (tp, pp)."""
-    from hotspa_megatron.hooks import cpu
-
-    cpu.install()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
@@ -404,7 +399,7 @@ def test_names_shapes_and_splits_are_those_of_megatrons_own_model() -> None:
     ]
     sizes = [(2, 1), (1, 2)]
     cases = [layout(shape, tp=tp, pp=pp) for tp, pp in sizes for shape in shapes]
-    for rank, models in enumerate(run_ranks(_model_parameters, 2, shapes, sizes, timeout=120)):
+    for rank, models in enumerate(run_ranks(_model_parameters, 2, shapes, sizes, timeout=120, prepare=import_megatron)):
         for of, found in zip(cases, models, strict=True):
             here = {}
             for index, parameter in enumerate(of.parameters):

@@ -16,6 +16,7 @@ import torch
 from hotspa_megatron.planning.execution import Recompute
 from tests.job import Mix, document, double_precision, start, step_of
 from tests.spawn import run_ranks
+from tests.training import import_megatron
 
 LAYERS = 4
 LENGTHS = (5, 6, 7, 12, 13, 14, 25, 26, 27, 40, 41, 42)
@@ -45,16 +46,13 @@ def test_every_segment_recomputes_what_its_entry_says(
 ) -> None:
     """Of each group: layers, and core attentions, that run once more per micro-batch; an entry without the key as home."""
     mix = Mix((2, 1, 1), strategies, flags)
-    for again, switched in run_ranks(_computed_anew, 2, mix, timeout=120):
+    for again, switched in run_ranks(_computed_anew, 2, mix, timeout=120, prepare=import_megatron):
         assert again == dict(enumerate(expected))
         assert switched == []
 
 
 def _computed_anew(rank: int, world: int, mix: Mix) -> tuple[dict[int, tuple[int, int]], list[str]]:
     """By group, runs of layers and of core attention per micro-batch beyond the first; and what differs after the step."""
-    from hotspa_megatron.hooks import cpu
-
-    cpu.install()
     with double_precision():
         return _counted(mix, world)
 

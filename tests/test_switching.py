@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.job import Mix, document, start, step_of
 from tests.spawn import run_ranks
+from tests.training import import_megatron
 
 MIX = Mix(
     (2, 2, 1), ((16, 1, 1, 1), (32, 1, 1, 2), (48, 2, 1, 1)), ("--sequence-parallel", "--use-distributed-optimizer")
@@ -21,7 +22,7 @@ LENGTHS = (5, 9, 16, 20, 30, 33, 40, 50, 60)
 @pytest.fixture(scope="module")
 def observed() -> list[dict[str, Any]]:
     """What every rank of one job saw; one job serves all tests here but the longest."""
-    return run_ranks(_observe, 4, timeout=200)
+    return run_ranks(_observe, 4, timeout=200, prepare=import_megatron)
 
 
 def _observe(rank: int, world: int) -> dict[str, Any]:
@@ -31,10 +32,9 @@ def _observe(rank: int, world: int) -> dict[str, Any]:
 
 
 def _job(rank: int, world: int) -> tuple[Any, Any, Any, Any]:
-    from hotspa_megatron.hooks import cpu, get_batch
+    from hotspa_megatron.hooks import get_batch
     from hotspa_megatron.hooks.patching import Patches
 
-    cpu.install()
     session, model, forward_step = start(MIX, world, torch.float32)
     get_batch.serve(forward_step, Patches(), adapter=None)
     loader, step = step_of(session, [document(0, i, n) for i, n in enumerate(LENGTHS)])
@@ -49,7 +49,9 @@ def _job(rank: int, world: int) -> tuple[Any, Any, Any, Any]:
 
 @pytest.mark.long
 def test_two_hundred_switches_leave_groups_threads_descriptors_and_memory_as_they_were() -> None:
-    for before, after, leaked, ended, switches, resident in run_ranks(_switch_often, 4, timeout=200):
+    for before, after, leaked, ended, switches, resident in run_ranks(
+        _switch_often, 4, timeout=200, prepare=import_megatron
+    ):
         assert switches == 200
         assert before == after
         assert resident == 0

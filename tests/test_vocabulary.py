@@ -22,7 +22,7 @@ from tests.spawn import run_ranks
 from tests.test_config import write
 from tests.test_explain import GPT, read
 from tests.test_gradients import _gathered, _value
-from tests.training import LLAMA, SHARDED, SP, Job, Run, train
+from tests.training import LLAMA, SHARDED, SP, Job, Run, import_megatron, train
 from tests.training import arguments as command_line
 
 TPS = (1, 2, 4, 8)
@@ -69,7 +69,7 @@ MIXES = (Mix((4, 1, 1), ((16, 1, 1, 1), (32, 2, 1, 1)), ODD), Mix((4, 1, 1), ((1
 
 
 def test_a_vocabulary_that_needs_padding_changes_nothing_in_any_layout() -> None:
-    for results in run_ranks(_rows, 4, MIXES, timeout=120)[0]:
+    for results in run_ranks(_rows, 4, MIXES, timeout=120, prepare=import_megatron)[0]:
         assert results["rows"] == 100
         # Loss and gradients are those of one process with as many rows, padded ones included.
         assert results["loss"] < 1e-9 and results["embedding"] < 1e-9 and results["output"] < 1e-9
@@ -80,9 +80,6 @@ def test_a_vocabulary_that_needs_padding_changes_nothing_in_any_layout() -> None
 
 
 def _rows(rank: int, world: int, mixes: tuple[Mix, ...]) -> list[dict[str, float]]:
-    from hotspa_megatron.hooks import cpu
-
-    cpu.install()
     with double_precision():
         return [_rows_of(mix, rank, world) for mix in mixes]
 
