@@ -26,6 +26,16 @@ any_release=(
     soak         # all of it is long
     megatron_lm  # where there is a checkout: below
 )
+# Single tests of the others, which ask for what a release does not have; each by its name, or the start of it.
+beyond() {
+    # Megatron's planner that runs by itself, and the example's script, are of 0.19; before, a full disk is told in torch's words.
+    [[ $1 != 0.1[78].* ]] ||
+        printf 'tests/test_%s\n' bench.py::test_megatrons_planner_crosses_the_network bench.py::test_no_rank_receives_more_than \
+            bench_step.py::test_all_train_alike faults.py::test_a_full_disk_ends_all_ranks
+    # The vocabulary is padded once the tokenizer is there, whose stand-in has no token for padding.
+    [[ $1 != 0.17.* ]] ||
+        printf 'tests/test_%s\n' gpu.py::test_every_command_line_is_what invariance.py::test_the_gradient_of_a_step
+}
 suite=()
 for file in tests/test_*.py; do
     name=${file#tests/test_}
@@ -79,6 +89,9 @@ done
 # Side by side: much of such a test is ranks that wait for each other.
 for release in "${releases[@]}"; do
     tests=("${suite[@]}")
+    for each in $(beyond "$release"); do
+        tests+=("--deselect=$each")
+    done
     [[ $checkout != "${release%.*}" ]] || tests+=(tests/test_megatron_lm.py)
     ".venv-$release/bin/python" -m pytest -m "not long" "${tests[@]}" "$@" >> "$logs/$release" 2>&1 &
     running+=("$!")
