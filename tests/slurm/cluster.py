@@ -182,16 +182,16 @@ class Cluster:
         """Submit a job; its number."""
         return int(self.run("sbatch", "--parsable", *options_and_script, **(environment or {})))
 
-    def field(self, job: int, name: str) -> str:
-        """A field of ``scontrol show job``, such as JobState or Restarts."""
+    def field(self, job: int | str, name: str) -> str:
+        """A field of ``scontrol show job``, such as JobState or Restarts; a task of an array is written as 7_2."""
         found = re.search(rf"(?:^|\s){name}=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(job)))
         assert found is not None, name
         return found[1]
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         return self.field(job, "JobState")
 
-    def wait(self, job: int, *states: str, limit_s: float, log: Path | None = None) -> str:
+    def wait(self, job: int | str, *states: str, limit_s: float, log: Path | None = None) -> str:
         """Wait until the job is in one of these states; fails with the end of its output where it is in another final one."""
         final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL")
         self._until(

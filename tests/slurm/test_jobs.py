@@ -170,7 +170,7 @@ tracker = folder / "latest_checkpointed_iteration.txt"
 if folder.exists():
     print("goes on after", tracker.read_text() if tracker.exists() else "nothing", flush=True)
     sys.exit()
-folder.mkdir()
+folder.mkdir(parents=True)
 if "--saved-before" in sys.argv:
     tracker.write_text("4")
 told = []
@@ -234,6 +234,33 @@ def test_preempted_where_only_ranks_are_told_it_comes_back_too(tmp_path: Path) -
     cluster.install()
     with cluster.started(nodes=1, tell_scripts=False) as slurm:
         comes_back(slurm, *waiting(slurm, tmp_path, "--saves", EXIT_SIGNAL="TERM"), after="5")
+
+
+def test_one_task_of_an_array_goes_and_comes_back_alone(slurm: Cluster, tmp_path: Path) -> None:
+    """The one that has the array's own number, by which all are meant."""
+    (tmp_path / "waiting.py").write_text(WAITING)
+    environment = {
+        **ON_CPU, "PYTHON": sys.executable, "SCRIPT": str(tmp_path / "waiting.py"), "PYTHONPATH": str(REPOSITORY),
+        "HOTSPA_SLURM": str(REPOSITORY / "scripts" / "slurm"),
+    }  # fmt: skip
+    array = slurm.submit(
+        f"--chdir={tmp_path}", "--array=0-1", "--nodes=1", "--ntasks-per-node=1", "--time=30", "--output=%a.out",
+        str(REPOSITORY / TRAINING), "--saves", environment=environment,
+    )  # fmt: skip
+    outputs = [tmp_path / f"{task}.out" for task in (0, 1)]
+    deadline = time.monotonic() + 120
+    while not all(output.exists() and "waits" in output.read_text() for output in outputs):
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+    named = [slurm.field(f"{array}_{task}", "JobId") for task in (0, 1)].index(str(array))
+    other = f"{array}_{1 - named}"
+    slurm.run("scancel", "--batch", "--signal=USR1", f"{array}_{named}")
+    slurm.wait(f"{array}_{named}", "COMPLETED", limit_s=100, log=outputs[named])
+    assert slurm.field(f"{array}_{named}", "Restarts") == "1" and "goes on after 5" in outputs[named].read_text()
+    assert slurm.state(other) == "RUNNING" and slurm.field(other, "Restarts") == "0"
+    assert outputs[1 - named].read_text().rstrip().endswith("waits")
+    slurm.run("scancel", other)
+    slurm.wait(other, "CANCELLED", limit_s=60, log=outputs[1 - named])
 
 
 def comes_back(slurm: Cluster, job: int, output: Path, *, after: str) -> None:
