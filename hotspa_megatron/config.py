@@ -58,10 +58,8 @@ _SIZES: Final = ("max_length", "tp", "cp", "pp", "vpp", "tokens_per_microbatch",
 _HOME_AXES: Final = ("tp", "cp", "pp", "vpp")
 _HOME_KEYS: Final = (*_HOME_AXES, "recompute", "recompute_layers", "tokens_per_microbatch")
 _SWITCH_KEYS: Final = ("chunk_mb", "prefetch", "transport", "max_group_mb", "fold_dtype")
-_NOT_YET: Final = "is not available in this version; remove it"
-_TOP_REFUSED: Final[dict[str, str]] = {}
 _STRATEGY_REFUSED: Final = {
-    "ep": _NOT_YET,
+    "ep": "is not available in this version; remove it",
     "dp": "follows from the world: dp = world / (tp * cp * pp); remove it",
 }
 _OTHER_NAMES: Final = {
@@ -272,7 +270,7 @@ def load_config(path: str | Path) -> HotSPaConfig:
     document = read_document(path)
     if document is None:
         raise config_error(path, 1, "strategies", "the file holds no keys; write at least 'strategies: []'")
-    top = document.mapping(known=_TOP_KEYS, refused=_TOP_REFUSED, also=_OTHER_NAMES)
+    top = document.mapping(known=_TOP_KEYS, refused={}, also=_OTHER_NAMES)
     if "strategies" not in top:
         raise config_error(
             path, document.line, "strategies", "the key is missing; write 'strategies: []' for a run without any"

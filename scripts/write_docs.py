@@ -20,7 +20,18 @@ from unittest import mock
 
 from hotspa_megatron import config
 from hotspa_megatron.hooks import compat
-from hotspa_megatron.hooks.flags import FLAG, NEWEST, TABLE, Newer, OnGpus, Refusal, Row, settings
+from hotspa_megatron.hooks.flags import (
+    FLAG,
+    NEWEST,
+    OLDEST,
+    OR_WITHOUT,
+    TABLE,
+    Newer,
+    OnGpus,
+    Refusal,
+    Row,
+    settings,
+)
 from hotspa_megatron.planning.execution import Granularity
 
 DOCS: Final = Path(__file__).resolve().parents[1] / "docs"
@@ -78,9 +89,8 @@ def keys() -> str:
         meaning, _, said = MEANINGS[key].partition(" | ")
         values = "a whole number of at least 0" if key == "start_sample" else _values(kind)
         lines.append(f"| `{key}` | {values} | {said or _default(default)} | {meaning} |")
-    refused = {**config._TOP_REFUSED, **{f"strategies[].{name}": why for name, why in config._STRATEGY_REFUSED.items()}}
     lines += ["", "Understood and refused:", ""]
-    lines += [f"- `{name}`: {why}" for name, why in refused.items()]
+    lines += [f"- `strategies[].{name}`: {why}" for name, why in config._STRATEGY_REFUSED.items()]
     return "\n".join(lines)
 
 
@@ -135,7 +145,7 @@ def _default(default: Any) -> str:
 
 def flags() -> str:
     """The tables of docs/flags.md."""
-    parts = [f"Tested with megatron-core 0.17 to {NEWEST[0]}.{NEWEST[1]}."]
+    parts = [f"Tested with megatron-core {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}."]
     for title, rows in TABLE:
         parts += [f"### {title}", "| flags | | |\n| --- | --- | --- |\n" + "\n".join(map(_row, rows))]
     return "\n\n".join(parts)
@@ -147,7 +157,7 @@ def _row(row: Row) -> str:
     since = {"": "", "dev": " (Megatron's branch `dev`)"}.get(row.since, f" (from {row.since} on)")
     if isinstance(row, Refusal):
         not_run = "written, not run; " if row.unless else ""
-        return f"| `{row.example}`{since} | refused | {not_run}`{_shown(row.line)}` |"
+        return f"| `{row.example}`{since} | refused | {not_run}`{_shown(row.line(''))}` |"
     named = " ".join(f"`{each}`" for each in settings(row.flags)) + since
     if isinstance(row, OnGpus):
         without = "without " if row.left_out else ""
@@ -158,7 +168,7 @@ def _row(row: Row) -> str:
 
 def _shown(line: str) -> str:
     """A line that a job ends with, without what all of them end in."""
-    return line.removesuffix(f" ({FLAG} is set)")
+    return line.removesuffix(OR_WITHOUT).removesuffix(f" ({FLAG} is set)")
 
 
 def _said_of(release: str) -> str:

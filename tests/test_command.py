@@ -67,6 +67,13 @@ def test_ctrl_c_is_one_line_wherever_a_command_is(
     assert capsys.readouterr() == ("", "hotspa: interrupted\n")
 
 
+@pytest.mark.parametrize(("release", "fix"), [("0.16.2", True), ("0.17.0", False), ("0.19.9", False), ("0.20.0", True)])
+def test_doctor_knows_the_releases_that_a_job_takes(release: str, fix: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_probe", lambda name, module: (release, None))
+    found = doctor._required("megatron-core", "megatron")
+    assert found.fix == ("install one of the releases 0.17 to 0.19, which are known to work" if fix else "")
+
+
 def test_doctor_looks_at_all_that_setup_cfg_asks_for() -> None:
     import configparser
 

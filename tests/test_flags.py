@@ -17,13 +17,13 @@ import torch
 
 from hotspa_megatron.hooks.flags import (
     DOCUMENT_FLAGS,
+    OR_WITHOUT,
     TABLE,
     Newer,
     OnGpus,
     Refusal,
     Works,
     conflicts,
-    refusals,
     settings,
 )
 from tests.job import Mix, start
@@ -46,6 +46,7 @@ from tests.training import (
 pytestmark = pytest.mark.timeout(600)
 
 ROWS = [row for _, rows in TABLE for row in rows if not isinstance(row, Newer)]
+REFUSED = [row for row in ROWS if isinstance(row, Refusal)]
 
 
 def _release(number: str) -> tuple[int, ...]:
@@ -94,7 +95,7 @@ def _flags_and_refusals(rank: int, world_size: int, lines: Sequence[tuple[str, .
 def parsed() -> tuple[set[str], list[str]]:
     """Of an ordinary command line, and of the same with each refused row's example."""
     line = arguments(documents=Path("documents"))
-    lines = [line, *((*line, *row.example.split()) for row in refusals() if _known(row))]
+    lines = [line, *((*line, *row.example.split()) for row in REFUSED if _known(row))]
     ((flags, said),) = run_ranks(_flags_and_refusals, 1, lines, prepare=import_megatron, init_process_group=False)
     return flags, said
 
@@ -111,9 +112,24 @@ def test_every_flag_is_megatrons_or_says_since_when(parsed: tuple[set[str], list
 def test_refused_rows_refuse_with_their_line_and_nothing_else_does(parsed: tuple[set[str], list[str]]) -> None:
     _, (ordinary, *said) = parsed
     assert ordinary == ""
-    assert said == [row.line for row in refusals() if _known(row)]
-    for line in said:
-        assert re.fullmatch(r"--[a-z0-9-]+: [^\n]+ \(--hotspa-config is set\)", line), line
+    assert said == [line_of(row) for row in REFUSED if _known(row)]
+
+
+def line_of(row: Refusal) -> str:
+    """What a job of the row's example ends with."""
+    return row.line(row.example.partition(" ")[2])
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.flag)
+def test_a_refused_row_says_why_which_value_and_what_to_do(row: Refusal) -> None:
+    flag, _, value = row.example.partition(" ")
+    given = f" (given: {value})" if value else ""
+    assert flag == row.flag and OR_WITHOUT == ", or train without our flag (--hotspa-config is set)"
+    line = re.fullmatch(rf"{flag}: ([^\n;]+){re.escape(given)}; ([^\n;]+){re.escape(OR_WITHOUT)}", line_of(row))
+    assert line is not None, line_of(row)
+    why, fix = line.groups()
+    assert "given" not in why and fix.startswith(("remove it", "write ", "give "))
+    assert (f"(allow_untested: [{row.unless}])" in fix) == (row.unless is not None)
 
 
 def test_rows_that_name_a_test_have_their_flags_in_it() -> None:
@@ -204,7 +220,7 @@ def test_no_flag_stands_in_two_rows_that_say_the_same() -> None:
     for kind in (Works, OnGpus):
         flags = [each for row in ROWS if isinstance(row, kind) for each in settings(row.flags)]
         assert len(flags) == len(set(flags))
-    assert len({row.flag for row in refusals()}) == len(list(refusals()))
+    assert len({row.flag for row in REFUSED}) == len(REFUSED)
 
 
 NOT_RUN = {
@@ -259,17 +275,25 @@ def test_a_jobs_first_line_says_what_never_ran_on_gpus(installed: bool) -> None:
 def test_conflicts_are_read_off_a_command_line_as_a_job_finds_them() -> None:
     ordinary = arguments(documents=Path("documents"))
     assert conflicts(ordinary) == []
-    for row in refusals():
-        assert conflicts([*ordinary, *row.example.split()]) == [row], row.flag
+    for row in REFUSED:
+        assert [each.line for each in conflicts([*ordinary, *row.example.split()])] == [line_of(row)]
     both = [*ordinary, "--num-experts=8", "--fp8-format", "hybrid", "--micro-batch-size=1"]
     assert [row.flag for row in conflicts(both)] == ["--num-experts", "--fp8-format"]
+    assert conflicts([*ordinary, "--micro-batch-size", "two"]) == []  # Megatron's parser has its own words for it
+
+
+def test_a_value_of_any_length_is_one_line() -> None:
+    (found,) = conflicts(["--spec", "a\nb", "x" * 1000])
+    assert found.line == (
+        rf"--spec: a layer specification of your own is not supported (given: a\nb {'x' * 55}...); remove it{OR_WITHOUT}"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- what a file allows
 
 
 ALLOWED: list[tuple[str, tuple[Any, ...], str, str]] = [
-    ("--fp8-format hybrid", (), "", r"--fp8-format: never ran .*; allow_untested: \[fp8\] lets it run"),
+    ("--fp8-format hybrid", (), "", r"--fp8-format: never ran .*, let it run \(allow_untested: \[fp8\]\)"),
     ("--fp8-format hybrid", ("megatron",), "", "--fp8-format: never ran"),
     ("--fp8-format hybrid", ("fp8",), "", "$"),
     ("--fp8-format hybrid --fp8-param-gather", ("fp8",), "", "--fp8-param-gather: keeps parameters in fp8"),
@@ -349,6 +373,7 @@ def test_everyday_flags_train_as_the_static_run_does() -> None:
     assert EVERYDAY[2] == "--decoupled-min-lr" and difference(other.losses, static.losses) > 1e-5
 
 
+@pytest.mark.long
 @pytest.mark.skipif(RELEASE < (0, 18), reason="Megatron has --save-params-interval from 0.18 on")
 def test_parameters_saved_apart_are_homes(tmp_path: Path) -> None:
     """After the optimizer's step, in home's own shards."""
@@ -400,6 +425,41 @@ def test_an_overflow_of_a_guests_fp16_gradients_skips_the_step() -> None:
         assert [[segment.kind for segment in step.segments] for step in each.steps] == [["guest"], ["guest"]]
     assert all(math.isnan(norm) for norm in too_large.grad_norms) and too_large.parameters == too_large.loaded
     assert not any(math.isnan(norm) for norm in fitting.grad_norms) and fitting.parameters != fitting.loaded
+
+
+MODULES = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn", "mlp")
+RAN = "an MLP ran"
+LAYERS = 4
+
+
+def _tell_of_mlps() -> None:
+    """Every forward pass of an MLP prints a line, those of backward passes too."""
+    from megatron.core.transformer.mlp import MLP
+
+    forward = MLP.forward
+
+    def told(self: Any, *positional: Any, **options: Any) -> Any:
+        print(RAN)
+        return forward(self, *positional, **options)
+
+    MLP.forward = told
+
+
+def test_recomputed_modules_are_those_of_every_segment() -> None:
+    """Every MLP of a guest runs once more, too; what another strategy's entry says holds for its segment alone."""
+    config = (
+        "strategies: [{max_length: 32, tp: 1, tokens_per_microbatch: 64}, "
+        "{max_length: 64, tp: 1, tokens_per_microbatch: 128, recompute: none}]"
+    )
+    steps = ((20, 25, 30, 31, 40, 50, 60, 100), (10, 11, 12, 45, 46, 47, 200, 256), (5, 31, 32, 33, 60, 63, 64, 90))
+    mixed = TP2.run(config, *MODULES, steps=steps, ranks=2, before=_tell_of_mlps)
+    assert_alike(mixed, TP2.run(STATIC, *MODULES, steps=steps, ranks=2))
+    expected = 0
+    for step in mixed.steps:
+        assert [segment.kind for segment in step.segments] == ["guest", "guest", "home"]
+        for segment, runs in zip(step.segments, (2, 1, 2), strict=True):
+            expected += LAYERS * runs * segment.micro_batches[0]  # the replica of rank 0, whose output it is
+    assert mixed.output.count(RAN) == expected
 
 
 def test_other_optimizers_and_counts_train_as_the_static_run_does() -> None:

@@ -21,7 +21,7 @@ from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.described_run import check_flags, word_of
 from hotspa_megatron.cli.megatron_args import read_command_line
 from hotspa_megatron.config import load_config
-from hotspa_megatron.hooks.flags import DOCUMENT_FLAGS, FLAG, conflicts
+from hotspa_megatron.hooks.flags import DOCUMENT_FLAGS, FLAG, NEWEST, OLDEST, conflicts
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -47,8 +47,6 @@ _OPTIONAL: Final = (
     ("triton", "triton", "Megatron's fused kernels"),
     ("matplotlib", "matplotlib", "--plot"),
 )
-_TESTED_MEGATRON: Final = ((0, 17), (0, 20))
-"""First release that is supported, and the first that is not known."""
 _SHARED_MEMORY: Final = Path("/dev/shm")  # nosec B108
 _LEAST_SHARED_BYTES: Final = 1 << 30
 _LEAST_FILES: Final = 4096
@@ -130,8 +128,10 @@ def _required(name: str, module: str) -> Finding:
         return Finding(what=name, found=error, state="problem", fix=f"pip install {name}, or mend its installation")
     if name == "megatron-core":
         numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-        if len(numbers) == 2 and not _TESTED_MEGATRON[0] <= numbers < _TESTED_MEGATRON[1]:
-            return Finding(what=name, found=version, state="note", fix="releases 0.17 to 0.19 are known to work")
+        if len(numbers) == 2 and not OLDEST <= numbers <= NEWEST:
+            oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+            fix = f"install one of the releases {oldest} to {newest}, which are known to work"
+            return Finding(what=name, found=version, state="note", fix=fix)
     return Finding(what=name, found=version)
 
 

@@ -13,10 +13,8 @@ import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from hotspa_megatron.hooks.flags import FLAG, NEWEST
+from hotspa_megatron.hooks.flags import FLAG, NEWEST, OLDEST
 from hotspa_megatron.strategy import Strategy
-
-OLDEST = (0, 17)
 
 UNEVEN_PIPELINE_ARGUMENTS = (
     "decoder_first_pipeline_num_layers",

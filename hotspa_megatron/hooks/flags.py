@@ -14,10 +14,16 @@ from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
 
 from hotspa_megatron.config import Untested
+from hotspa_megatron.strict_yaml import one_line
 
 FLAG: Final = "--hotspa-config"
+OLDEST: Final = (0, 17)
+"""The oldest release of megatron-core that is supported."""
 NEWEST: Final = (0, 19)
-"""The newest release of megatron-core that the tests run."""
+"""The newest one that the tests run."""
+OR_WITHOUT: Final = f", or train without our flag ({FLAG} is set)"
+"""What the line of every refused flag ends with."""
+_LONGEST_VALUE: Final = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +59,58 @@ class Refusal:
     """A flag that the step under several strategies cannot honour.
 
     ``asked`` looks at Megatron's argument namespace, ``example`` is what a command line says to be refused, ``reason``
-    says why and what to do. ``since``: the release from which on it is refused, or the branch that alone has it.
+    says why, ``fix`` what to do. ``since``: the release from which on it is refused, or the branch that alone has it.
     ``unless``: the name under ``allow_untested`` that lets it pass.
     """
 
     flag: str
     asked: Callable[[Any], Any]
     reason: str
+    fix: str = "remove it"
     example: str = ""
     dest: str = ""
     since: str = ""
     unless: Untested | None = None
 
+    def line(self, given: str) -> str:
+        """What a job ends with whose command line gives this value; nothing for a flag without."""
+        value = f" (given: {given})" if given else ""
+        allow = f", let it run (allow_untested: [{self.unless}])" if self.unless else ""
+        return f"{self.flag}: {self.reason}{value}; {self.fix}{allow}{OR_WITHOUT}"
+
+
+@dataclass
+class Question:
+    """A refused row put to one command line; its ``line`` shows the value that was found there."""
+
+    row: Refusal
+    _given: str = ""
+
+    @property
+    def flag(self) -> str:
+        return self.row.flag
+
+    @property
+    def unless(self) -> Untested | None:
+        return self.row.unless
+
+    def asked(self, args: Any) -> bool:
+        """Whether this command line asks for what is refused."""
+        self._given = _as_given(getattr(args, self.row.dest, None))
+        return bool(self.row.asked(args))
+
     @property
     def line(self) -> str:
-        """What a job ends with."""
-        way_out = f"; allow_untested: [{self.unless}] lets it run" if self.unless else ""
-        return f"{self.flag}: {self.reason}{way_out} ({FLAG} is set)"
+        return self.row.line(self._given)
+
+
+def _as_given(value: Any) -> str:
+    """A flag's value as a command line has it; nothing for a flag without."""
+    if value is None or isinstance(value, bool):
+        return ""
+    parts = value if isinstance(value, list | tuple) else [value]
+    text = one_line(("," if isinstance(value, tuple) else " ").join(map(str, parts)))
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +139,12 @@ def _refused(flag: str, reason: str, *, value: str = "", dest: str = "", **more:
 def _refused_above(least: int, flag: str, reason: str, *, dest: str = "", **more: Any) -> Refusal:
     """A size that is refused where it is above ``least``."""
     dest = dest or flag[2:].replace("-", "_")
-    return Refusal(flag=flag, asked=lambda args: (getattr(args, dest, None) or least) > least, reason=reason,
-                   example=f"{flag} {least + 1}", dest=dest, **more)  # fmt: skip
+
+    def asked(args: Any) -> bool:
+        size = getattr(args, dest, None)
+        return isinstance(size, int) and size > least  # a word that is no number is Megatron's parser's to refuse
+
+    return Refusal(flag=flag, asked=asked, reason=reason, example=f"{flag} {least + 1}", dest=dest, **more)
 
 
 def _shards_apart_from_tp(shards: str, tp: str) -> Callable[[Any], bool]:
@@ -154,8 +199,8 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
                 example="--tensor-parallel-num-weight-shards 8", dest="tensor_parallel_num_weight_shards", since="0.19"),
         OnGpus(flags="--cp-comm-type", note="p2p, a2a, all_gather: Transformer Engine's; one choice for all strategies"),
         _refused("--hierarchical-context-parallel-sizes", "is not supported", value="2 2"),
-        _refused("--hybrid-context-parallel", "chooses strategies itself; use one of both"),
-        _refused("--dynamic-context-parallel", "chooses strategies itself; use one of both", since="dev"),
+        _refused("--hybrid-context-parallel", "chooses strategies itself"),
+        _refused("--dynamic-context-parallel", "chooses strategies itself", since="dev"),
         _refused("--use-tp-pp-dp-mapping", "only Megatron's default rank order is supported"),
         _refused("--use-megatron-fsdp", "shards parameters in a layout of its own"),
         _refused("--use-torch-fsdp2", "shards parameters in a layout of its own"),
@@ -186,6 +231,11 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
     )),
     ("Experts", (
         _refused("--num-experts", "mixture-of-experts models are not supported yet", value="4"),
+        _refused_above(1, "--expert-model-parallel-size", "mixture-of-experts models are not supported yet"),
+        Refusal(flag="--expert-tensor-parallel-size",
+                asked=_shards_apart_from_tp("expert_tensor_parallel_size", "tensor_model_parallel_size"),
+                reason="other than the tensor-parallel size is not supported", example="--expert-tensor-parallel-size 8",
+                dest="expert_tensor_parallel_size"),
         _refused("--overlap-moe-expert-parallel-comm", "drops the boundaries of packed sequences"),
     )),
     ("Precision", (
@@ -199,7 +249,8 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         OnGpus(flags="--fp32-residual-connection", note="Megatron's local layers do not take it"),
         _refused("--fp8-format", "never ran under several strategies", value="e4m3", dest="fp8", unless="fp8"),
         _refused("--fp8-param-gather", "keeps parameters in fp8, which do not travel between strategies"),
-        _refused("--fp4-format", "scaling state belongs to one strategy's layout; not supported yet", value="e2m1", dest="fp4"),
+        _refused("--fp4-format", "is not supported yet: scaling state belongs to one strategy's layout", value="e2m1",
+                 dest="fp4"),
         _refused("--ddp-param-name-patterns-for-fp32-local-accumulation", "is not supported", value="norm"),
     )),
     ("Optimizer and data-parallel gradients", (
@@ -209,14 +260,15 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         Works(flags="--decoupled-lr --decoupled-min-lr", test=_EVERYDAY,
               note="the optimizer is home's: groups of parameters are Megatron's own"),
         Refusal(flag="--optimizer", asked=lambda args: getattr(args, "optimizer", "adam") not in ("adam", "sgd"),
-                reason="other than adam and sgd never ran under several strategies", example="--optimizer muon",
-                dest="optimizer"),
+                reason="other than adam and sgd never ran under several strategies", fix="write one of them",
+                example="--optimizer muon", dest="optimizer"),
         Works(flags="--optimizer", test=f"{_FLAGS}::test_other_optimizers_and_counts_train_as_the_static_run_does",
               note="adam and sgd"),
         _refused("--use-precision-aware-optimizer", "is not supported yet"),
         _refused("--optimizer-cpu-offload", "needs --use-precision-aware-optimizer, which is not supported yet"),
         _refused("--optimizer-cuda-graph", "graphs have fixed shapes"),
-        _refused("--overlap-param-gather-with-optimizer-step", "is not supported; --overlap-param-gather is"),
+        _refused("--overlap-param-gather-with-optimizer-step", "is not supported",
+                 fix="write --overlap-param-gather"),
         _refused_above(1, "--num-distributed-optimizer-instances",
                        "above 1 is not supported: a fold must find one owner of every gradient"),
         _refused("--ddp-average-in-collective", "gradients are sums here, divided once"),
@@ -227,6 +279,10 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         Works(flags="--recompute-granularity --recompute-method --recompute-num-layers",
               test="test_recompute.py::test_every_segment_recomputes_what_its_entry_says",
               note="what home does; a strategy may say otherwise"),
+        Works(flags="--recompute-modules core_attn mlp", test=f"{_FLAGS}::test_recomputed_modules_are_those_of_every_segment",
+              note="under every strategy that recomputes as home does or says selective; where home's flags do not say "
+                   "selective, a strategy that does recomputes the core attention alone"),
+        OnGpus(flags="--recompute-modules layernorm", note="Megatron itself needs Transformer Engine for it"),
         Works(flags="--distribute-saved-activations",
               test=f"{_FLAGS}::test_other_optimizers_and_counts_train_as_the_static_run_does"),
         Works(flags="--transformer-impl local", test=_MIXED),
@@ -253,7 +309,7 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         _refused("--init-model-with-meta-device", "is not supported"),
     )),
     ("Batches and data", (
-        _refused_above(1, "--micro-batch-size", "must be 1: tokens_per_microbatch takes its place"),
+        _refused_above(1, "--micro-batch-size", "must be 1: tokens_per_microbatch takes its place", fix="write 1"),
         Works(flags="--step-batch-size-schedule", since="0.18",
               test=f"{_TRAINING}::test_a_growing_batch_takes_the_same_samples_in_the_same_order"),
         Works(flags="--rampup-batch-size", until="0.18",
@@ -261,7 +317,7 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         # Since then there is a schedule in its place, and Megatron passes over it.
         Refusal(flag="--rampup-batch-size",
                 asked=lambda args: getattr(args, "rampup_batch_size", None) and hasattr(args, "step_batch_size_schedule"),
-                reason="is ignored by this Megatron; write the ramp as --step-batch-size-schedule",
+                reason="is ignored by this Megatron", fix="write the ramp as --step-batch-size-schedule",
                 example="--rampup-batch-size 4 4 64", dest="rampup_batch_size", since="0.18"),
         _refused("--decrease-batch-size-if-needed", "is not supported"),
         Works(flags="--train-samples --lr-decay-samples --lr-warmup-samples",
@@ -282,7 +338,7 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
               note="attention ends with documents without it, too", since="0.19"),
         Works(flags="--no-mmap-bin-files --num-workers", test=_EVERYDAY),
         Refusal(flag="--dataloader-type", asked=lambda args: getattr(args, "dataloader_type", None) == "external",
-                reason="external: the samples' lengths cannot be known; use single or cyclic",
+                reason="external data loaders do not tell the samples' lengths", fix="write single or cyclic",
                 example="--dataloader-type external", dest="dataloader_type"),
         _refused("--fim-data", "rewrites documents when it draws them, so lengths are unknown beforehand"),
         _refused("--perform-rl-step", "is not supported"),
@@ -310,33 +366,43 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
         Works(flags="--log-throughput --log-params-norm --manual-gc --manual-gc-interval "
                     "--exit-duration-in-mins --train-sync-interval", test=_EVERYDAY),
         _refused("--inprocess-restart", "is not supported"),
-        _refused("--yaml-cfg", "is not supported; give the same settings as flags", value="run.yaml"),
+        _refused("--yaml-cfg", "is not supported", fix="give the same settings as flags", value="run.yaml"),
     )),
 )  # fmt: skip
 
 
-def refusals() -> Iterator[Refusal]:
-    """The refused rows, in the table's order."""
-    return (row for _, rows in TABLE for row in rows if isinstance(row, Refusal))
+def refusals() -> Iterator[Question]:
+    """The refused rows, in the table's order, to be put to a command line."""
+    return (Question(row) for _, rows in TABLE for row in rows if isinstance(row, Refusal))
 
 
-def conflicts(arguments: Sequence[str]) -> list[Refusal]:
+def conflicts(arguments: Sequence[str]) -> list[Question]:
     """What a command line asks for that a job would refuse, read off its words, without Megatron's parser."""
-    given: dict[str, str | bool | int] = {}
-    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    for word, after in zip(words, [*words[1:], "--"], strict=True):
+    given: dict[str, list[str]] = {}
+    flag = ""
+    for word in (part for each in arguments for part in (each.split("=", 1) if each.startswith("--") else [each])):
         if word.startswith("--"):
-            given[word] = True if after.startswith("--") else int(after) if after.isdecimal() else after
+            flag = word
+            given[flag] = []
+        elif flag:
+            given[flag].append(word)
     names = {
         "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
         "--tensor-model-parallel-size": "tensor_model_parallel_size",
         "--transformer-impl": "transformer_impl",
-        **{row.flag: row.dest for row in refusals()},
+        **{question.flag: question.row.dest for question in refusals()},
     }
     # The newest releases have this one.
     said = SimpleNamespace(pipeline_model_parallel_size=1, step_batch_size_schedule=None)
-    vars(said).update({names[flag]: value for flag, value in given.items() if flag in names})
-    return [row for row in refusals() if row.asked(said)]
+    vars(said).update({names[flag]: _read(words) for flag, words in given.items() if flag in names})
+    return [question for question in refusals() if question.asked(said)]
+
+
+def _read(words: Sequence[str]) -> bool | int | str | list[str]:
+    """What follows a flag, as Megatron's parser would have it where that matters here."""
+    if len(words) > 1:
+        return list(words)
+    return True if not words else int(words[0]) if words[0].isdecimal() else words[0]
 
 
 DOCUMENT_FLAGS: Final = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
