@@ -1,7 +1,8 @@
 """The documentation says what the code does: its commands, files, links and tables.
 
-Commands under "(runs in the tests)" are run as they stand. The others take a cluster or minutes, as those do that stand within
-the text: of them variables, options, files and Megatron's flags are checked, and nothing is started.
+Commands under "(runs in the tests)" are run as they stand. The other blocks' are run here on few CPU ranks with what ``SMALLER``
+changes, or by another test (``ELSEWHERE_RUN``), or not at all (``NOT_RUN`` says why); one that is in none of them is found. Of
+all, and of those within the text, variables, options, files and Megatron's flags are checked without starting anything.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import ast
 import configparser
 import functools
+import os
 import re
 import shlex
 import subprocess
@@ -32,7 +34,7 @@ from tests.test_lengths import write_index
 from tests.test_patches import PATCHES, make_checkout
 from tests.test_plan_command import BATCH, MODEL
 from tests.test_report import logged, write_steps
-from tests.training import run_module
+from tests.training import SCRIPT, arguments, run_module
 
 PAGES = [
     REPOSITORY / "README.md",
@@ -147,6 +149,121 @@ def test_what_is_said_to_run_stands_above_commands(page: Path) -> None:
     """In the very words that are looked for."""
     said = re.findall(rf"{RUNS.strip('()')}\W*$", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert len(said) == sum(said_to_run(fence) and bool(fence.commands()) for fence in fences(page))
+
+
+# --------------------------------------------------------------------------------------- those that take a cluster, minutes
+
+TORCHRUN = "torchrun --nproc-per-node 8 -m hotspa_megatron.launch pretrain_gpt.py $GPT_ARGS"
+MODEL_OF_2 = "--ranks 2 --layers 2 --hidden 128 --sequences 12 --full-sequences 2"
+Change = tuple[str, str]
+FOR_ALL: tuple[Change, ...] = (
+    ("--nproc-per-node 8", "--standalone --local-addr 127.0.0.1 --nproc-per-node 2"),
+    ("pretrain_gpt.py", str(SCRIPT)),
+)
+"""Two ranks of this machine, whose name need not resolve, and the training script that is here. $GPT_ARGS is a small model on
+CPU, and the files are ``SMALL_FILE``."""
+SMALLER: dict[str, tuple[Change, ...]] = {
+    f"{TORCHRUN} --hotspa-config hotspa.yaml": (),
+    f"HOTSPA_STEP_LOG=steps.jsonl {TORCHRUN} --hotspa-config hotspa.yaml": (),
+    f"{TORCHRUN} --load checkpoints --save checkpoints --hotspa-config megatron.yaml": (
+        ("$GPT_ARGS", "$GPT_ARGS --save-interval 6 --reset-position-ids --reset-attention-mask --eod-mask-loss"),
+    ),
+    f"hotspa verify -- {TORCHRUN} --hotspa-config hotspa.yaml": (),
+    "hotspa profile --ranks 8 -o node.yaml": (("--ranks 8", "--ranks 2"),),
+    "hotspa bench step --ranks 4 --rounds 3": (
+        ("--ranks 4", f"{MODEL_OF_2} --seq-length 64 --max-tokens-per-rank 32 --lengths lognormal:mean=24,sigma=0.8,max=64"),
+        ("--rounds 3", "--rounds 1"),
+    ),
+    "hotspa bench step --ranks 4 --lengths data/my_text_document --overlong split --config hotspa.yaml --home cp4 "
+    "--max-tokens-per-rank 1238 --only static,ours --time-limit 470": (
+        ("--ranks 4", f"{MODEL_OF_2} --seq-length 256"),
+        ("--home cp4", "--home cp2"),
+        ("--max-tokens-per-rank 1238", "--max-tokens-per-rank 128"),
+        ("--time-limit 470", "--time-limit 60"),
+    ),
+    "hotspa bench reshard --ranks 4": (("--ranks 4", "--ranks 2 --sizes 12"),),
+    "hotspa simulate --suite a800 --csv suite.csv": (),
+}  # fmt: skip
+"""Commands that run here, and what is changed in each for that."""
+
+SLURM = "slurm/test_jobs.py"
+ELSEWHERE_RUN = {
+    "bash scripts/demo.sh": "test_scripts.py::test_demo_for_real",
+    "bash examples/cpu.sh": "test_scripts.py::test_the_cpu_example_trains_as_the_readme_says",
+    "torchrun --nproc-per-node 4 examples/reshard.py":
+        "test_resharding_alone.py::test_the_documented_example_moves_a_model_without_megatron",
+    "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm/plan.sbatch --keep-home --corpus data/my_text_document -- $GPT_ARGS":
+        f"{SLURM}::test_nodes_are_measured_and_then_planned_for",
+    "sbatch --nodes 4 --gpus-per-node 8 scripts/slurm/verify.sbatch --hotspa-config hotspa.yaml $GPT_ARGS":
+        f"{SLURM}::test_a_job_is_verified_before_it_trains",
+    "CHECKPOINTS=/data/run7 sbatch --nodes 4 --gpus-per-node 8 scripts/slurm/pretrain_gpt_hotspa.sbatch "
+    "--hotspa-config hotspa.yaml $GPT_ARGS": f"{SLURM}::test_preempted_it_saves_and_goes_on_with_the_unbroken_runs_losses",
+    "bash scripts/build_image.sh gpu --build-arg MEGATRON_TAG=core_v0.19.0":
+        "test_images.py::test_the_gpu_images_steps_run_on_a_base_with_torch",
+    "bash scripts/build_image.sh cpu": "test_images.py::test_the_cpu_image_is_built_and_its_user_is_not_root",
+    "pip install --no-deps .": "test_supply.py::test_built_installed_run_from_elsewhere_and_uninstalled",
+    "bash scripts/setup.sh": "test_images.py::test_the_cpu_image_is_built_and_its_user_is_not_root",
+    "bash scripts/test.sh": "test_scripts.py::test_test_script_checks_then_tests",
+    "bash scripts/test.sh --all": "test_scripts.py::test_test_script_checks_then_tests",
+    "bash scripts/test_versions.sh": "test_scripts.py::test_each_release_runs_the_files_and_says_how_it_ended",
+    "bash scripts/test_versions.sh 0.18.2": "test_scripts.py::test_each_release_runs_the_files_and_says_how_it_ended",
+}  # fmt: skip
+"""The test that runs a command, or what its script starts, or its script with something in the place of that."""
+
+NOT_RUN = {"pip install pyyaml rich": "asks a package index, which tests do without"}
+
+SMALL_FILE = "merge: never\nstrategies: [{max_length: 64, tp: 1, tokens_per_microbatch: 128}]\n"
+
+
+def plain(command: str) -> str:
+    """A command as the tables have it: without its comment, and with one name for the user's arguments."""
+    return re.sub(r"\s+#.*", "", " ".join(command.split())).replace("YOUR ARGUMENTS", "$GPT_ARGS")
+
+
+def test_every_command_of_a_block_is_run_or_said_not_to_be() -> None:
+    fenced = blocks("bash", "console")
+    others = {plain(command) for fence in fenced if not said_to_run(fence) for command in fence.commands()}
+    assert others == {*SMALLER, *ELSEWHERE_RUN, *NOT_RUN}
+    assert len(others) == len(SMALLER) + len(ELSEWHERE_RUN) + len(NOT_RUN)
+    for test in ELSEWHERE_RUN.values():
+        file, name = test.split("::")
+        tree = ast.parse((REPOSITORY / "tests" / file).read_text(encoding="utf-8"))
+        assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}, test
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("command", SMALLER, ids=lambda command: command[:60])
+def test_commands_run_on_few_ranks(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = command
+    for old, new in SMALLER[command]:
+        assert old in line, f"{old}: is not in it any more"
+        line = line.replace(old, new)
+    for old, new in FOR_ALL:
+        line = line.replace(old, new)
+    (folder / "hotspa.yaml").write_text(SMALL_FILE)
+    (folder / "megatron.yaml").write_text(f"samples: megatron\n{SMALL_FILE}")
+    model = arguments(tp=2, iterations=6, batch=8)
+    words = []
+    for word in shlex.split(line):
+        if re.fullmatch(VARIABLE, word) and not words:
+            monkeypatch.setenv(*word.split("=", 1))
+        elif word == "torchrun":
+            words += [sys.executable, "-m", "torch.distributed.run"]
+        elif word == "hotspa":
+            words += [sys.executable, "-m", "hotspa_megatron.cli.main"]
+        else:
+            words += model if word == "$GPT_ARGS" else [word]
+    assert words[:2] == [sys.executable, "-m"], f"{command}: teach this test about {words[0]}"
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=1000, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    # 3: times that vary too much to be judged, which is no test's business.
+    assert done.returncode in ((0, 3) if "bench step" in command else (0,)), f"{line}: {done.stdout}\n{done.stderr}"
+    assert done.stdout
+    for written in re.findall(r"(?:(?<!\S)-o |--csv |HOTSPA_STEP_LOG=)(\S+)", command):
+        assert (folder / written).stat().st_size
 
 
 class Outside(Exception):
