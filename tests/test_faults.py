@@ -247,7 +247,8 @@ def test_a_stopped_rank_is_named_and_the_backends_time_out_ends_the_job(tmp_path
     check(broken, (slow, fault), Traces(tmp_path / "traces"))
     if fault.rank:
         named = [each for each in broken.lines(1) if "watchdog" in each][-1]
-        assert re.search(r"watchdog: no progress for \d+ s, at step 2, .*rank 0 says: rank 3 is behind", named)
+        # In rank 0's words, but for a machine on which those come late.
+        assert re.search(r"watchdog: no progress for \d+ s, at step 2, .*: rank 3 is behind: last seen", named), named
         assert re.search(
             r"rank 3 is behind: last seen at step 2, segment 1 \(tp1-cp1-pp1-dp4\), forward 1, and", named
         ), named

@@ -335,7 +335,7 @@ class Watchdog:
         if still < self._seconds or since == self._named:
             return None
         # Rank 0 speaks first, and others with its words, unless they do not come.
-        patience = 0.0 if self._rank == 0 else 4 * self.interval
+        patience = 0.0 if self._rank == 0 else 2 * _QUIET * self.interval
         heard, waited = self._heard, f"no progress for {still:.0f} s"
         here = f"{place}{f', waiting for {_ranks(place.peers)}' if place.peers else ''}"
         if heard is not None and heard.since == since and heard.now - heard.begun >= _QUIET * self.interval:
