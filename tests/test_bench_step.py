@@ -291,3 +291,13 @@ def test_under_torchrun_all_ranks_find_the_same_data() -> None:
     result = json.loads(done.stdout)
     assert result["case"]["ranks"] == 2 and not result["different"]
     assert all(len(each["losses"]) >= 2 for each in result["contenders"].values())
+
+
+def test_the_examples_script_is_of_one_release(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.18.2")
+    assert main(["bench", "step", "--ranks", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "is written for megatron-core 0.19, and here is 0.18.2; give the pretrain_gpt.py of that release" in said
+    assert said.count("\n") == 1

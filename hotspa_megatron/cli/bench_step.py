@@ -11,7 +11,9 @@ train the same documents from the same weights, so losses and gradient norms mus
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
+import os
 import statistics
 import sys
 from collections.abc import Sequence
@@ -145,8 +147,14 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
             f"at least {-(-seq_length // ranks)}, or a smaller --seq-length"
         )
     script = Path(options.script)
-    if not script.is_file():
+    if not os.path.isfile(script):  # Path.is_file raises where a folder may not be entered
         raise ValueError(f"--script: {script}: no such file; give a training script such as pretrain_gpt.py")
+    installed = _megatron()
+    if script == _SCRIPT and installed.startswith(("0.17.", "0.18.")):
+        raise ValueError(
+            f"--script: {script} is written for megatron-core 0.19, and here is {installed}; give the pretrain_gpt.py of that "
+            "release"
+        )
     config = None if options.config is None else Path(options.config)
     if config is not None and options.home is None:
         raise ValueError("--home: missing; --config needs home's sizes, as Megatron's command line would give them")
@@ -170,6 +178,14 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
         seed=options.seed,
         named=tuple(options.contender),
     )
+
+
+def _megatron() -> str:
+    """The installed release of megatron-core; nothing where it is a checkout."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _strategy(text: str, ranks: int) -> Strategy:
