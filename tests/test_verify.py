@@ -414,9 +414,11 @@ def test_what_ends_verify_ends_what_it_has_started(
 
 
 def in_a_process(logs: Path, *command: str, ignored: Sequence[signal.Signals] = ()) -> subprocess.Popen[str]:
-    """``hotspa verify``, under a launcher that has these signals ignored, as nohup has SIGHUP."""
+    """``hotspa verify``, under a launcher that has these signals ignored, as nohup has SIGHUP, whatever these tests have."""
     code = (
-        f"import signal, sys; [signal.signal(each, signal.SIG_IGN) for each in {[int(each) for each in ignored]}]; "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+        f"[signal.signal(each, signal.SIG_IGN) for each in {[int(each) for each in ignored]}]; "
         "from hotspa_megatron.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     return subprocess.Popen(
