@@ -105,6 +105,7 @@ class MemoryModel:
         self._home_layers = home_layers
         self._layouts: dict[Strategy, Layout] = {}
         self._numels: dict[Strategy, tuple[int, ...]] = {}
+        self._fold_bytes: dict[tuple[Strategy, Strategy, int], int] = {}
         self._static: dict[tuple[Strategy, Strategy], tuple[tuple[int, int, int, int, int, int], ...]] = {}
         self._communicators: dict[tuple[Strategy, frozenset[Strategy]], int] = {}
 
@@ -141,12 +142,15 @@ class MemoryModel:
 
     def numels(self, strategy: Strategy) -> tuple[int, ...]:
         """Parameters that a rank of each pipeline stage holds."""
-        key = self.plain(strategy)
-        if key not in self._numels:
-            layout = self.layout(strategy)
-            per_stage = self.world_size // strategy.pp
-            self._numels[key] = tuple(layout.local_numel(stage * per_stage) for stage in range(strategy.pp))
-        return self._numels[key]
+        # Asked for hundreds of thousands of times: by the strategy itself first, by its layout where it is new.
+        if strategy not in self._numels:
+            key = self.plain(strategy)
+            if key not in self._numels:
+                layout = self.layout(strategy)
+                per_stage = self.world_size // strategy.pp
+                self._numels[key] = tuple(layout.local_numel(stage * per_stage) for stage in range(strategy.pp))
+            self._numels[strategy] = self._numels[key]
+        return self._numels[strategy]
 
     def optimizer_shard(self, home: Strategy, stage: int) -> int:
         """Bytes of optimizer state of a rank of the stage."""
@@ -229,8 +233,12 @@ class MemoryModel:
         Gradients that it owns at home arrive beside home's own, to be added last. What it sends lies there as well: about as
         much, since owners are spread evenly, less what is owned where it is; and no more than the guest has.
         """
-        if guest.same_layout(home):
-            return 0
+        key = guest, home, home_stage
+        if key not in self._fold_bytes:
+            self._fold_bytes[key] = 0 if guest.same_layout(home) else self._fold_bytes_of(*key)
+        return self._fold_bytes[key]
+
+    def _fold_bytes_of(self, guest: Strategy, home: Strategy, home_stage: int) -> int:
         (whole,) = self.numels(Strategy.from_world(self.world_size, tp=1, cp=1, pp=1))
         owned, held = -(-self.numels(home)[home_stage] // self._shards(home)), min(self.numels(guest))
         return self.fold_itemsize * (owned + min(round(owned * (1 - held / whole)), max(self.numels(guest))))
