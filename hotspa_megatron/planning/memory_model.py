@@ -104,6 +104,7 @@ class MemoryModel:
         self._home = home
         self._home_layers = home_layers
         self._layouts: dict[Strategy, Layout] = {}
+        self._stages: dict[Strategy, Sequence[Sequence[int]]] = {}
         self._numels: dict[Strategy, tuple[int, ...]] = {}
         self._fold_bytes: dict[tuple[Strategy, Strategy, int], int] = {}
         self._static: dict[tuple[Strategy, Strategy], tuple[tuple[int, int, int, int, int, int], ...]] = {}
@@ -119,6 +120,11 @@ class MemoryModel:
 
     def stages(self, strategy: Strategy) -> Sequence[Sequence[int]]:
         """Layers of each pipeline stage, all its chunks'."""
+        if strategy not in self._stages:
+            self._stages[strategy] = self._stages_of(strategy)
+        return self._stages[strategy]
+
+    def _stages_of(self, strategy: Strategy) -> Sequence[Sequence[int]]:
         shape = self.shape
         if self._home is not None and strategy.same_layout(self._home):
             if self._home_layers is not None:
