@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from hotspa_megatron.strategy import Kind, Strategy
 
@@ -30,7 +31,10 @@ _MOST: Final = 2**63 - 1
 _LONGEST_S: Final = 1e9
 """Seconds that anything in a step can take, 30 years, so that sums stay finite."""
 
+_LARGEST_SHARE: Final = math.nextafter(1.0, 0.0)
+
 Event = dict[str, Any]
+_Number = TypeVar("_Number", int, float)
 
 
 # --------------------------------------------------------------------------------------------------------------- names
@@ -324,11 +328,14 @@ def _strategy(value: Any) -> str:
     return str(Strategy.parse(value))
 
 
+def _within(number: _Number, most: _Number) -> _Number:
+    if not 0 <= number <= most:
+        raise ValueError(number)
+    return number
+
+
 def _count(value: Any) -> int:
-    count = int(value)
-    if not 0 <= count <= _MOST:
-        raise ValueError(value)
-    return count
+    return _within(int(value), _MOST)
 
 
 def _power_of_two(value: Any) -> int:
@@ -339,14 +346,8 @@ def _power_of_two(value: Any) -> int:
 
 
 def _seconds(value: Any) -> float:
-    seconds = float(value)
-    if not 0 <= seconds <= _LONGEST_S:
-        raise ValueError(value)
-    return seconds
+    return _within(float(value), _LONGEST_S)
 
 
 def _share(value: Any) -> float:
-    share = float(value)
-    if not 0 <= share < 1:
-        raise ValueError(value)
-    return share
+    return _within(float(value), _LARGEST_SHARE)
