@@ -11,7 +11,6 @@ train the same documents from the same weights, so losses and gradient norms mus
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import statistics
@@ -26,6 +25,7 @@ import numpy as np
 from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.described_run import whole
 from hotspa_megatron.cli.local_ranks import RanksFailed, World
+from hotspa_megatron.cli.megatron_args import installed_megatron
 from hotspa_megatron.cli.step_contenders import Case, Contender, LineUp, chosen_of, drawn_lengths, line_up, tensor_only
 from hotspa_megatron.cli.step_measurement import Taken, measure
 from hotspa_megatron.strategy import Strategy
@@ -42,6 +42,7 @@ examples:
 Exit code: 0; 1 where losses or gradient norms differ or a rank fails; 3 where times vary too much to be judged.
 """
 _SCRIPT: Final = Path(__file__).resolve().parents[2] / "examples" / "pretrain_small.py"
+_SCRIPT_NEEDS: Final = (0, 19)
 _MOST_SPREAD: Final = 0.25
 """(max - min) / median of a contender's step times above which no ratio is judged."""
 _LOSS_TOLERANCE: Final = 1e-5
@@ -149,10 +150,11 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
     script = Path(options.script)
     if not os.path.isfile(script):  # Path.is_file raises where a folder may not be entered
         raise ValueError(f"--script: {script}: no such file; give a training script such as pretrain_gpt.py")
-    installed = _megatron()
-    if script == _SCRIPT and installed.startswith(("0.17.", "0.18.")):
+    release = installed_megatron()
+    if script == _SCRIPT and release is not None and release < _SCRIPT_NEEDS:
+        needed, here = (".".join(map(str, each)) for each in (_SCRIPT_NEEDS, release))
         raise ValueError(
-            f"--script: {script} is written for megatron-core 0.19, and here is {installed}; give the pretrain_gpt.py of that "
+            f"--script: {script} is written for megatron-core {needed}, and here is {here}; give the pretrain_gpt.py of that "
             "release"
         )
     config = None if options.config is None else Path(options.config)
@@ -178,14 +180,6 @@ def _case(options: argparse.Namespace, ranks: int) -> Case:
         seed=options.seed,
         named=tuple(options.contender),
     )
-
-
-def _megatron() -> str:
-    """The installed release of megatron-core; nothing where it is a checkout."""
-    try:
-        return importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def _strategy(text: str, ranks: int) -> Strategy:

@@ -265,11 +265,17 @@ def _padded_vocab_size(flags: argparse.Namespace) -> int:
 
 def _null_tokenizer_adds_one() -> bool:
     """Before megatron-core 0.18 the NullTokenizer put its end-of-document token behind --vocab-size."""
+    release = installed_megatron()
+    return release is not None and release < (0, 18)
+
+
+def installed_megatron() -> tuple[int, int] | None:
+    """The release of the installed megatron-core; None where none is installed, as beside a checkout."""
     try:
         release = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("megatron-core"))
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return release is not None and (int(release[1]), int(release[2])) < (0, 18)
+        return None
+    return None if release is None else (int(release[1]), int(release[2]))
 
 
 def _optimizer(flags: argparse.Namespace, shape: ModelShape) -> tuple[int | None, str | None]:
