@@ -33,9 +33,9 @@ def check_flags(args: Any, allowed: Collection[Untested] = ()) -> None:
 
     ``allowed``: what the file lets run untested.
     """
-    for refusal in flags.refusals():
-        if refusal.unless not in allowed and refusal.asked(args):
-            raise ValueError(refusal.line)
+    for conflict in flags.conflicts_in(args):
+        if conflict.unless not in allowed:
+            raise ValueError(conflict.line)
 
 
 def check_megatron_samples(args: Any) -> None:

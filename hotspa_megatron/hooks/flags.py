@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from hotspa_megatron.config import Untested
 from hotspa_megatron.strict_yaml import one_line
@@ -79,29 +79,12 @@ class Refusal:
         return f"{self.flag}: {self.reason}{value}; {self.fix}{allow}{OR_WITHOUT}"
 
 
-@dataclass
-class Question:
-    """A refused row put to one command line; its ``line`` shows the value that was found there."""
+class Conflict(NamedTuple):
+    """A flag that a command line gives and a job would refuse, with the line that it would end with."""
 
-    row: Refusal
-    _given: str = ""
-
-    @property
-    def flag(self) -> str:
-        return self.row.flag
-
-    @property
-    def unless(self) -> Untested | None:
-        return self.row.unless
-
-    def asked(self, args: Any) -> bool:
-        """Whether this command line asks for what is refused."""
-        self._given = _as_given(getattr(args, self.row.dest, None))
-        return bool(self.row.asked(args))
-
-    @property
-    def line(self) -> str:
-        return self.row.line(self._given)
+    flag: str
+    line: str
+    unless: Untested | None
 
 
 def _as_given(value: Any) -> str:
@@ -371,12 +354,14 @@ TABLE: Final[tuple[tuple[str, tuple[Row, ...]], ...]] = (
 )  # fmt: skip
 
 
-def refusals() -> Iterator[Question]:
-    """The refused rows, in the table's order, to be put to a command line."""
-    return (Question(row) for _, rows in TABLE for row in rows if isinstance(row, Refusal))
+def conflicts_in(args: Any) -> Iterator[Conflict]:
+    """What Megatron's argument namespace asks for that is refused, in the table's order."""
+    for row in _REFUSED:
+        if row.asked(args):
+            yield Conflict(row.flag, row.line(_as_given(getattr(args, row.dest, None))), row.unless)
 
 
-def conflicts(arguments: Sequence[str]) -> list[Question]:
+def conflicts(arguments: Sequence[str]) -> list[Conflict]:
     """What a command line asks for that a job would refuse, read off its words, without Megatron's parser."""
     given: dict[str, list[str]] = {}
     flag = ""
@@ -390,12 +375,12 @@ def conflicts(arguments: Sequence[str]) -> list[Question]:
         "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
         "--tensor-model-parallel-size": "tensor_model_parallel_size",
         "--transformer-impl": "transformer_impl",
-        **{question.flag: question.row.dest for question in refusals()},
+        **{row.flag: row.dest for row in _REFUSED},
     }
     # The newest releases have this one.
     said = SimpleNamespace(pipeline_model_parallel_size=1, step_batch_size_schedule=None)
     vars(said).update({names[flag]: _read(words) for flag, words in given.items() if flag in names})
-    return [question for question in refusals() if question.asked(said)]
+    return list(conflicts_in(said))
 
 
 def _read(words: Sequence[str]) -> bool | int | str | list[str]:
@@ -405,6 +390,7 @@ def _read(words: Sequence[str]) -> bool | int | str | list[str]:
     return True if not words else int(words[0]) if words[0].isdecimal() else words[0]
 
 
+_REFUSED: Final = tuple(row for _, rows in TABLE for row in rows if isinstance(row, Refusal))
 DOCUMENT_FLAGS: Final = ("--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss")
 """What samples: megatron asks for: they cut Megatron's own samples at document ends without us, too."""
 
