@@ -12,17 +12,13 @@ import json
 import math
 import os
 import re
-import shlex
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
@@ -30,6 +26,7 @@ import yaml
 from hotspa_megatron.cli import tables
 from hotspa_megatron.cli.described_run import whole, whole_of, without, word_of
 from hotspa_megatron.cli.megatron_args import read_command_line
+from hotspa_megatron.cli.users_process import POLL_S, Signals, end, start
 from hotspa_megatron.config import HotSPaConfig, load_config
 from hotspa_megatron.hooks.flags import INTER_DOCUMENT_MASKING, why_stock_crosses_documents
 from hotspa_megatron.hooks.rank_log import RANK_LOG_VARIABLE
@@ -67,11 +64,8 @@ _GROUPS: Final = re.compile(
 )
 _RAISED: Final = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception)\b.*)$", re.MULTILINE)
 _NO_ROOM: Final = "make room there, or give another folder (--logs)"
-_POLL_S: Final = 0.2
 _GRACE_S: Final = 40.0
 """For a run that is ended: longer than torchrun gives its ranks. Of a short --limit it is half."""
-_DYING_S: Final = 2.0
-"""Of that, for what had to be killed: its devices are free when it is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +170,7 @@ def run(arguments: argparse.Namespace, command: Sequence[str]) -> None:
     logs, made = _new_folder(arguments.logs, replace=arguments.force)
     runs: dict[str, Measured] = {}
     problem = None
-    with _Signals() as signals:
+    with Signals() as signals:
         try:
             for name, config in _configurations(users, logs).items():
                 print(f"  {name}: {steps} steps ...", file=sys.stderr, flush=True)
@@ -338,52 +332,13 @@ def _contents(users: UsersCommand, document: dict[str, Any]) -> dict[str, dict[s
 # -------------------------------------------------------------------------------------------------------------- the runs
 
 
-class _Signals:
-    """Notes the signals that would end this process, for as long as it has a command running, and raises when asked.
-
-    A command has a session of its own: it would go on without us, and keep its devices.
-    """
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self.answer()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.seen.append(number)
-
-    def answer(self) -> None:
-        """End this process as the first of them would have, where there was one."""
-        if self.seen:
-            number, self.seen = self.seen[0], []
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            print(f"hotspa: ended by {signal.Signals(number).name}, and the command with it", file=sys.stderr)
-            raise SystemExit(128 + number)
-
-    @property
-    def impatient(self) -> bool:
-        """Whether Ctrl-C was pressed again. Other signals come twice by themselves: ``timeout`` sends its own so."""
-        return self.seen.count(signal.SIGINT) > 1
-
-
 def _files(name: str, logs: Path) -> tuple[Path, Path, Path]:
     """Of a run: the folder of what its ranks note, what it prints, and its steps."""
     key = name.replace(" ", "-")
     return logs / key, logs / f"{key}.out", logs / f"{key}.jsonl"
 
 
-def _run(name: str, command: Sequence[str], logs: Path, signals: _Signals, *, deadline: float, grace_s: float) -> str:
+def _run(name: str, command: Sequence[str], logs: Path, signals: Signals, *, deadline: float, grace_s: float) -> str:
     """Run the command to its end; what it printed. ``NotStarted``; ``RunFailed`` where it did not get through."""
     from hotspa_megatron.hooks.session import STEP_LOG_VARIABLE
 
@@ -392,7 +347,7 @@ def _run(name: str, command: Sequence[str], logs: Path, signals: _Signals, *, de
     signals.answer()
     try:
         folder.mkdir()
-        process = _start(command, environment, output)
+        process = start(command, environment, output)
     except OSError as error:
         if error.filename == command[0]:
             fix = "give the command as you would start it (a script without a first line as #!/bin/bash: bash SCRIPT)"
@@ -401,11 +356,11 @@ def _run(name: str, command: Sequence[str], logs: Path, signals: _Signals, *, de
         raise NotStarted(f"{_said_of(error, logs)}; {fix}") from None
     try:
         while process.poll() is None and time.monotonic() < deadline and not signals.seen:
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         in_time = process.returncode is not None
     finally:
         if process.poll() is None:
-            _end(process, signals, grace_s=grace_s)
+            end(process, signals, grace_s=grace_s)
     signals.answer()
     try:
         said = output.read_text(errors="replace")
@@ -437,59 +392,6 @@ def why_it_ended(said: str) -> str:
     raised = [found[1] for found in _RAISED.finditer(said) if not found[1].startswith("torch.distributed.elastic")]
     own = [line.removeprefix("hotspa: ") for line in said.splitlines() if line.startswith("hotspa: ")]
     return (raised[:1] or own[-1:] or [""])[0]
-
-
-def _start(command: Sequence[str], environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
-    with output.open("wb") as log:
-        log.write(f"$ {shlex.join(command)}\n".encode())
-        log.flush()
-        return subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-
-
-def _end(process: subprocess.Popen[bytes], signals: _Signals, *, grace_s: float) -> None:
-    """End a command with all that it has started: asked first, and killed after the grace.
-
-    Ranks are in sessions of their own, and would outlive a launcher that does not end them itself.
-    """
-    known = _living({process.pid: None})
-    over = time.monotonic() + grace_s
-    patient = over - min(_DYING_S, grace_s / 2)
-    _send(known, signal.SIGTERM)
-    while (known := _living(known)) and time.monotonic() < patient and not signals.impatient:
-        time.sleep(_POLL_S)
-    _send(known, signal.SIGKILL)
-    process.wait()
-    while (known := _living(known)) and time.monotonic() < over:
-        time.sleep(_POLL_S)
-
-
-def _send(pids: Iterable[int], number: signal.Signals) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):  # it has ended meanwhile, or is another user's
-            os.kill(pid, number)
-
-
-def _living(known: Mapping[int, str | None]) -> dict[int, str | None]:
-    """Those of these processes that still run, and all that descend from them; each with when it started.
-
-    By that a number that another process has got meanwhile is told apart; None where it is not known yet.
-    """
-    parents: dict[int, int] = {}
-    began: dict[int, str] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError):  # it has ended meanwhile
-                # After the name, which may hold anything: state and parent; the 20th is when it started.
-                stat = Path("/proc", name, "stat").read_text(errors="replace").rpartition(")")[2].split()
-                if stat[0] != "Z":
-                    parents[int(name)], began[int(name)] = int(stat[1]), stat[19]
-    found = {pid for pid, start in known.items() if pid in began and start in (None, began[pid])}
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return {pid: began[pid] for pid in sorted(found)}
 
 
 def _lines(name: str, path: Path) -> list[dict[str, Any]]:
