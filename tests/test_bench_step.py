@@ -223,7 +223,12 @@ def test_ratios_are_of_medians_and_noise_is_not_judged() -> None:
         contenders=tuple(each for each in everyone.contenders if each.name in names),
         left_out=(step_contenders.LeftOut(name="tp4-sp", reason="slow", first_step_s=9.0),),
     )
-    of = {"cp4": taken(1.2, 1.3, 1.4), "tp4": taken(2.0, 2.0, 2.0), "ours": taken(1.0, 1.0, 1.1), "ceiling": taken(0.8)}
+    of = {
+        "cp4": taken(1.2, 1.3, 1.4),
+        "tp4": taken(2.0, 2.0, 2.0),
+        "ours": taken(1.0, 1.0, 1.1),
+        "ceiling": taken(0.8, 0.8),
+    }
     of["tp4-sp"] = taken()  # dropped after its first step
     said = bench_step.summary(case(), entered, of)
     assert (said["static"], said["tp_static"]) == ("cp4", "tp4")
@@ -234,6 +239,8 @@ def test_ratios_are_of_medians_and_noise_is_not_judged() -> None:
     assert "tp4-sp" not in said["contenders"]
     of["cp4"] = taken(1.0, 1.3, 1.4)
     assert bench_step.summary(case(), entered, of)["too_noisy"] == ["cp4"]
+    of["ceiling"] = taken(0.8)  # which may have been its slowest
+    assert bench_step.summary(case(), entered, of)["too_noisy"] == ["ceiling", "cp4"]
     of["tp4-sp"] = taken(loss=float("nan"))  # its one step counts here
     assert "losses of tp4-sp differ" in bench_step.summary(case(), entered, of)["different"][0]
 

@@ -44,7 +44,7 @@ Exit code: 0; 1 where losses or gradient norms differ or a rank fails; 3 where t
 _SCRIPT: Final = Path(__file__).resolve().parents[2] / "examples" / "pretrain_small.py"
 _SCRIPT_NEEDS: Final = (0, 19)
 _MOST_SPREAD: Final = 0.25
-"""(max - min) / median of a contender's step times above which no ratio is judged."""
+"""(max - min) / median of a contender's step times above which no ratio is judged; nor is it of a single one."""
 _LOSS_TOLERANCE: Final = 1e-5
 _NORM_TOLERANCE: Final = 1e-4
 """Relative differences that fp32 sums in another order may have."""
@@ -189,7 +189,7 @@ def _strategy(text: str, ranks: int) -> Strategy:
 
 
 def summary(case: Case, entered: LineUp, taken: dict[str, Taken]) -> dict[str, Any]:
-    """Everything ``--json`` prints. Ratios are None where a side is missing; ``too_noisy`` names whose times vary too much."""
+    """Everything ``--json`` prints. Ratios are None where a side is missing; ``too_noisy``: whose times vary too much, or are one."""
     chosen = entered.contenders
     wall = {name: statistics.median(each.wall_s) for name, each in taken.items() if each.wall_s}
     cpu = {name: statistics.median(each.cpu_s) for name, each in taken.items() if each.cpu_s}
@@ -254,7 +254,11 @@ def summary(case: Case, entered: LineUp, taken: dict[str, Taken]) -> dict[str, A
         "collectives": {n: {key: v["count"] for key, v in each.traffic.items()} for n, each in taken.items()},
         "bytes": {n: {key: v["bytes"] for key, v in each.traffic.items()} for n, each in taken.items()},
         "different": _different(chosen, taken),
-        "too_noisy": sorted(name for name, each in taken.items() if each.wall_s and each.spread > _MOST_SPREAD),
+        "too_noisy": sorted(
+            name
+            for name, each in taken.items()
+            if len(each.wall_s) == 1 or (each.wall_s and each.spread > _MOST_SPREAD)
+        ),
     }
 
 
@@ -333,7 +337,8 @@ def _print(case: Case, entered: LineUp, taken: dict[str, Taken], result: dict[st
     elif result["too_noisy"]:
         tables.say(
             console,
-            f"Not judged: step times of {', '.join(result['too_noisy'])} vary by more than {_MOST_SPREAD:.0%} of their median.",
+            f"Not judged: step times of {', '.join(result['too_noisy'])} vary by more than {_MOST_SPREAD:.0%} of their median, "
+            "or there is only one.",
         )
     else:
         for key in ("ratio_static", "ratio_tp_static", "ratio_unpacked", "ceiling_share", "ratio_home_only"):

@@ -46,6 +46,7 @@ class Taken:
 
     @property
     def spread(self) -> float:
+        """(max - min) / median of the steps that count; of a single one it is not known, and 0."""
         return (max(self.wall_s) - min(self.wall_s)) / statistics.median(self.wall_s)
 
 
