@@ -39,7 +39,7 @@ examples:
   hotspa bench step --ranks 4 --max-tokens-per-rank 1658 --only static,ours
       every static strategy that fits, pipelines too, and ours
 
-Exit code: 0; 1 where losses or gradient norms differ or a rank fails; 3 where times vary too much to be judged.
+Exit code: 0; 1 where losses or gradient norms differ or a rank fails; 3 where times vary too much, or are too few, to be judged.
 """
 _SCRIPT: Final = Path(__file__).resolve().parents[2] / "examples" / "pretrain_small.py"
 _SCRIPT_NEEDS: Final = (0, 19)
@@ -189,7 +189,7 @@ def _strategy(text: str, ranks: int) -> Strategy:
 
 
 def summary(case: Case, entered: LineUp, taken: dict[str, Taken]) -> dict[str, Any]:
-    """Everything ``--json`` prints. Ratios are None where a side is missing; ``too_noisy``: whose times vary too much, or are one."""
+    """Everything ``--json`` prints. Ratios are None where a side is missing; ``too_noisy``: who cannot be judged by its times."""
     chosen = entered.contenders
     wall = {name: statistics.median(each.wall_s) for name, each in taken.items() if each.wall_s}
     cpu = {name: statistics.median(each.cpu_s) for name, each in taken.items() if each.cpu_s}
